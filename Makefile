@@ -1,0 +1,61 @@
+# One front door. Every target does its own set-up; all it needs is make and Python 3.10 or newer.
+#   make test    lint, types and the whole test suite      make demo [TEXT="a.txt b.md"]   a real model through the board
+#   make quick   the tests that take less than a minute    make bench                      the price of a call, beside its peers
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PACKAGES := $(foreach each,core $(wildcard plugins/*),-e $(each))
+PIP := $(BIN)/python -m pip
+SOURCES := core plugins tests examples benchmarks
+
+.PHONY: test quick lint types unit kit demo bench format clean
+.DEFAULT_GOAL := test
+
+# pip learnt dependency groups in 25.1; the venv's own may be older.
+$(VENV)/.ready: pyproject.toml constraints.txt $(wildcard core/pyproject.toml plugins/*/pyproject.toml)
+	$(PYTHON) -c 'import sys; sys.exit("fuseboard needs Python 3.10 or newer; set PYTHON=python3.x" if sys.version_info < (3, 10) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -q -U "pip>=25.1,<26.2"
+	$(PIP) install -q -c constraints.txt $(PACKAGES) --group test --group lint
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.ready
+	$(PIP) install -q -c constraints.txt --group demo
+	touch $@
+
+$(VENV)/.bench: $(VENV)/.ready
+	$(PIP) install -q -c constraints.txt --group bench
+	touch $@
+
+test: lint types unit kit
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+
+types: $(VENV)/.ready
+	$(BIN)/mypy core/src plugins/*/src
+
+unit: $(VENV)/.ready
+	$(BIN)/pytest
+
+quick: $(VENV)/.ready
+	$(BIN)/pytest -m "not slow" -x
+
+# Every backend that can run here under the conformance kit.
+kit: $(VENV)/.ready
+	$(BIN)/pytest -q --fuseboard-backend sdpa-cpu
+	$(BIN)/pytest -q --fuseboard-backend sdpa-math
+
+demo: $(VENV)/.demo
+	@$(BIN)/python examples/embed_text.py $(if $(JSON),--json) $(TEXT)
+
+bench: $(VENV)/.bench
+	$(BIN)/python benchmarks/dispatch.py
+
+format: $(VENV)/.ready
+	$(BIN)/ruff format $(SOURCES)
+	$(BIN)/ruff check --fix $(SOURCES)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,122 @@
+"""One backend: the frozen record that the registry makes of a plugin's hooks, and what a kernel looks like."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Protocol
+
+import attrs
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from fuseboard.call import Call
+    from fuseboard.constraints import Constraints, KnownBad
+    from fuseboard.masks import MaskInfo
+
+__all__ = ["Backend", "BackendInfo", "Exactness", "Kernel"]
+
+DEFAULT_TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-3, "bfloat16": 1.6e-2}
+"""Largest absolute error against float64 that a self-test accepts, inputs drawn from N(0, 1); half precision is the
+format's own rounding (bfloat16 has 8 times fewer fractions than float16)."""
+
+
+class Exactness(enum.Enum):
+    """How a backend's numbers relate to the mathematical result."""
+
+    EXACT = "exact"
+    """Rounding only: the arithmetic of attention in the inputs' precision or better."""
+    APPROXIMATE = "approximate"
+    """Anything more: quantised scores, sparse keys. Never used where a site refuses it."""
+
+
+@attrs.frozen
+class BackendInfo:
+    """What a backend is.
+
+    Attributes:
+        summary: One line for a table.
+        requires: Version ranges of the distributions it needs, such as `{"flash-attn": ">=2.6"}`; read from metadata.
+        homepage: Where to read about the kernel.
+    """
+
+    summary: str
+    requires: Mapping[str, str] = attrs.field(factory=dict)
+    homepage: str = ""
+
+
+class Kernel(Protocol):
+    """What the hook `kernel` returns. Called outside pluggy, with inputs that the declared constraints admit.
+
+    May have a method `declines(q, k, v, *, mask, mask_info, causal, scale, dropout_p) -> str | None`: asked once per
+    combination of shapes, strides and flags, before the first such call, it returns a reason to refuse or None. That is the
+    place for a package's own eligibility check.
+    """
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | None,
+        mask_info: MaskInfo | None,
+        causal: bool,
+        scale: float | None,
+        dropout_p: float,
+    ) -> Tensor:
+        """Attention of q, k, v, all `(batch, heads, length, head_dim)`; k and v may have fewer heads.
+
+        Args:
+            q: Queries.
+            k: Keys.
+            v: Values.
+            mask: Boolean (True = attend) or additive, rank 4, each axis 1 or full; None where `mask_info` stands for it.
+            mask_info: The structure, only when the constraints claim it.
+            causal: Top-left, torch's `is_causal`.
+            scale: None for 1 / sqrt(head_dim).
+            dropout_p: Probability of dropping a weight.
+
+        Returns:
+            `(batch, heads, q_length, v_head_dim)` in q's dtype. No input is written.
+
+        Raises:
+            DeclinedError: The call cannot be taken after all: a refusal, not a failure.
+        """
+
+
+@attrs.frozen(eq=False)
+class Backend:
+    """A plugin's answers, resolved once. The hot path never asks the plugin again.
+
+    Attributes:
+        name: The entry point's name.
+        distribution: Which distribution ships it, and that one's version.
+        info: What it is.
+        constraints: What it takes.
+        load: Imports the kernel package and returns the kernel for a device.
+        exactness: Per call.
+        tolerance: Largest absolute error that the self-test accepts, per dtype.
+        rank: Estimated time relative to torch's default attention on that call; small is fast.
+        probe: A reason not to run on a device, or None.
+        known_bad: Combinations known to be wrong.
+        install: The install line, given torch's version.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    info: BackendInfo
+    constraints: Constraints
+    load: Callable[[torch.device], Kernel]
+    exactness: Callable[[Call], Exactness]
+    tolerance: Callable[[torch.dtype], float]
+    rank: Callable[[Call], float]
+    probe: Callable[[torch.device], str | None]
+    known_bad: tuple[KnownBad, ...]
+    install: Callable[[str], str]
+
+    def __repr__(self) -> str:
+        return f"<Backend {self.name} of {self.distribution} {self.version}>"

@@ -1,0 +1,302 @@
+"""What one call of `attention` looks like: `describe` checks the inputs and says so without reading a tensor.
+
+A `Call` holds kinds, not sizes, and is hashable: a decode loop, whose keys grow by one each step, makes the same Call every
+time and so selects once. `Sizes` holds the exact numbers, for limits that depend on them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal, TypeAlias
+
+import attrs
+import torch
+from torch import Tensor
+
+from fuseboard.errors import InputError
+from fuseboard.masks import MaskInfo, Structure
+
+__all__ = ["Call", "Lengths", "MaskKind", "Sizes", "describe"]
+
+Lengths: TypeAlias = Literal["equal", "fewer queries", "more queries"]
+MaskKind: TypeAlias = Literal["none", "bool", "additive"]
+
+LONG = 1024
+"""More queries than this make a call `long_queries`: kernels rank differently there."""
+
+
+@attrs.frozen(cache_hash=True)
+class Call:
+    """One kind of attention call: everything a backend may accept or refuse but the exact sizes.
+
+    Attributes:
+        device_type: `cpu`, `cuda`, ….
+        device_index: Which device of that type; None where there is one.
+        capability: CUDA compute capability `(major, minor)`; None elsewhere.
+        dtype: Of q, k and v.
+        head_dim: Of q and k.
+        v_head_dim: Of v, and so of the output.
+        gqa: Fewer key heads than query heads; query head `i` uses key head `i // (heads // kv_heads)`.
+        one_query: `q_length == 1`, a decode step.
+        long_queries: `q_length > 1024`.
+        lengths: How q_length relates to k_length.
+        empty: A batch, head or length of zero: nothing to compute, or no key to see.
+        mask: Kind of dense mask.
+        mask_dtype: Of an additive mask.
+        mask_grad: The additive mask needs a gradient.
+        structure: What `mask_info` asks at these lengths; None without one. `Structure()` says that nothing is hidden.
+        causal: The top-left flag.
+        custom_scale: A scale was given.
+        dropout: `dropout_p > 0`.
+        grad: Some input needs a gradient, the mask included.
+        packed_last: The last dimension of q, k and v is contiguous.
+        wrapped: What makes q no plain tensor (a functorch transform, forward-mode AD, a subclass, a layout); None if it is one.
+    """
+
+    device_type: str
+    device_index: int | None
+    capability: tuple[int, int] | None
+    dtype: torch.dtype
+    head_dim: int
+    v_head_dim: int
+    gqa: bool = False
+    one_query: bool = False
+    long_queries: bool = False
+    lengths: Lengths = "equal"
+    empty: bool = False
+    mask: MaskKind = "none"
+    mask_dtype: torch.dtype | None = None
+    mask_grad: bool = False
+    structure: Structure | None = None
+    causal: bool = False
+    custom_scale: bool = False
+    dropout: bool = False
+    grad: bool = False
+    packed_last: bool = True
+    wrapped: str | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the call runs."""
+        return (
+            torch.device(self.device_type, self.device_index)
+            if self.device_index is not None
+            else torch.device(self.device_type)
+        )
+
+    def __str__(self) -> str:
+        dims = str(self.head_dim) if self.head_dim == self.v_head_dim else f"{self.head_dim}/{self.v_head_dim}"
+        parts = [str(self.device), str(self.dtype).removeprefix("torch."), f"head_dim {dims}"]
+        parts.append(
+            "one query" if self.one_query else "more than 1024 queries" if self.long_queries else "many queries"
+        )
+        parts.append("equal lengths" if self.lengths == "equal" else self.lengths)
+        parts += [f"{self.mask} mask"] if self.mask != "none" else []
+        parts += [f"structure: {self.structure}"] if self.structure is not None else []
+        flags = ("gqa", "empty", "causal", "custom_scale", "dropout", "grad", "mask_grad")
+        parts += [name.replace("_", " ") for name in flags if getattr(self, name)]
+        return ", ".join(parts)
+
+
+@attrs.frozen
+class Sizes:
+    """The exact numbers of one call, for guards. Never part of a Call.
+
+    Attributes:
+        batch: Rows.
+        heads: Query heads.
+        kv_heads: Key and value heads.
+        q_length: Queries.
+        k_length: Keys.
+        head_dim: Of q and k.
+        v_head_dim: Of v.
+        strides: Of q, k and v, in elements.
+        mask_shape: Of the dense mask as given, or None.
+        dropout_p: The probability.
+    """
+
+    batch: int
+    heads: int
+    kv_heads: int
+    q_length: int
+    k_length: int
+    head_dim: int
+    v_head_dim: int
+    strides: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+    mask_shape: tuple[int, ...] | None = None
+    dropout_p: float = 0.0
+
+
+def describe(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    dropout_p: float = 0.0,
+    mask_info: MaskInfo | None = None,
+) -> tuple[Call, Sizes]:
+    """Check the arguments of `attention` and say what kind of call they make. Reads no tensor, waits for no device.
+
+    Raises:
+        InputError: An argument cannot be right; the message names it and the values.
+    """
+    sizes = _check_qkv(q, k, v, enable_gqa=enable_gqa, mask=mask, dropout_p=dropout_p)
+    _check_numbers(scale, dropout_p)
+    _check_mask(mask, q, sizes)
+    if mask_info is not None:
+        _check_mask_info(mask_info, q, sizes)
+    kind: MaskKind = "none" if mask is None else "bool" if mask.dtype == torch.bool else "additive"
+    mask_grad = mask is not None and mask.requires_grad and torch.is_grad_enabled()
+    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or mask_grad)
+    n_q, n_k = sizes.q_length, sizes.k_length
+    # A gradient flows into the dense mask only, so then the structure cannot stand in for it; and a structure says nothing
+    # of the separate top-left flag, which only ever joins a dense mask.
+    structure = mask_info.structure(n_q, n_k) if mask_info is not None and not mask_grad and not causal else None
+    if mask is None and mask_info is not None and structure is None:
+        kind = "bool"  # the board writes the dense mask out
+    call = Call(
+        device_type=q.device.type,
+        device_index=q.device.index,
+        capability=_capability(q.device) if q.is_cuda else None,
+        dtype=q.dtype,
+        head_dim=sizes.head_dim,
+        v_head_dim=sizes.v_head_dim,
+        gqa=sizes.kv_heads != sizes.heads,
+        one_query=n_q == 1,
+        long_queries=n_q > LONG,
+        lengths="equal" if n_q == n_k else "fewer queries" if n_q < n_k else "more queries",
+        empty=0 in (sizes.batch, sizes.heads, n_q, n_k, sizes.head_dim, sizes.v_head_dim),
+        mask=kind,
+        mask_dtype=mask.dtype if mask is not None and kind == "additive" else None,
+        mask_grad=mask_grad,
+        structure=structure,
+        causal=causal,
+        custom_scale=scale is not None,
+        dropout=dropout_p > 0.0,
+        grad=grad,
+        packed_last=all(t.shape[-1] < 2 or t.stride(-1) == 1 for t in (q, k, v)),  # noqa: PLR2004
+        wrapped=_wrapped(q),
+    )
+    return call, sizes
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def _wrapped(q: Tensor) -> str | None:
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # type: ignore[attr-defined]
+        return "a functorch transform"
+    if torch.autograd.forward_ad._current_level >= 0:
+        return "forward-mode AD"
+    if type(q) not in (Tensor, torch.nn.Parameter):
+        return f"a {type(q).__name__}"
+    if q.layout != torch.strided:
+        return f"layout {q.layout}"
+    return None
+
+
+def _check_qkv(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool, mask: Tensor | None, dropout_p: float) -> Sizes:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            msg = f"{name} is a {type(tensor).__name__}; expected a torch.Tensor of shape (batch, heads, length, head_dim)."
+            raise InputError(name, msg)
+        if tensor.dim() != 4:  # noqa: PLR2004
+            msg = f"{name} has shape {tuple(tensor.shape)}; expected four dimensions, (batch, heads, length, head_dim)."
+            raise InputError(name, msg)
+        if not tensor.is_floating_point():
+            msg = f"{name} has dtype {tensor.dtype}; attention takes floating-point tensors."
+            raise InputError(name, msg)
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.device != q.device:
+            msg = f"{name} is on {tensor.device} and q on {q.device}; move them to one device."
+            raise InputError(name, msg)
+        if tensor.dtype != q.dtype:
+            msg = f"{name} has dtype {tensor.dtype} and q {q.dtype}; cast them to one dtype."
+            raise InputError(name, msg)
+    batch, heads, q_length, head_dim = q.shape
+    _, kv_heads, k_length, _ = k.shape
+    if k.shape != (batch, kv_heads, k_length, head_dim):
+        msg = f"k has shape {tuple(k.shape)} and q {tuple(q.shape)}; batch and head_dim must be the same."
+        raise InputError("k", msg)
+    if v.shape[:3] != k.shape[:3]:
+        msg = f"v has shape {tuple(v.shape)} and k {tuple(k.shape)}; batch, heads and length must be the same."
+        raise InputError("v", msg)
+    if heads != kv_heads:
+        if not enable_gqa:
+            msg = f"q has {heads} heads and k {kv_heads}; pass enable_gqa=True if key heads are shared, else give them equal heads."
+            raise InputError("enable_gqa", msg)
+        if kv_heads == 0 or heads % kv_heads:
+            msg = f"q has {heads} heads and k {kv_heads}; with enable_gqa the first must be a multiple of the second."
+            raise InputError("k", msg)
+    return Sizes(
+        batch=batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        q_length=q_length,
+        k_length=k_length,
+        head_dim=head_dim,
+        v_head_dim=v.shape[3],
+        strides=(q.stride(), k.stride(), v.stride()),
+        mask_shape=None if mask is None else tuple(mask.shape) if isinstance(mask, Tensor) else None,
+        dropout_p=dropout_p,
+    )
+
+
+def _check_numbers(scale: float | None, dropout_p: float) -> None:
+    if scale is not None and (isinstance(scale, Tensor) or not -float("inf") < float(scale) < float("inf")):
+        msg = f"scale is {scale!r}; expected a finite number, or None for 1 / sqrt(head_dim)."
+        raise InputError("scale", msg)
+    if isinstance(dropout_p, Tensor) or not 0.0 <= dropout_p < 1.0:
+        msg = f"dropout_p is {dropout_p!r}; expected a probability of at least 0 and below 1."
+        raise InputError("dropout_p", msg)
+
+
+def _check_mask(mask: Tensor | None, q: Tensor, sizes: Sizes) -> None:
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor):
+        msg = f"mask is a {type(mask).__name__}; expected a torch.Tensor, boolean (True = attend) or additive."
+        raise InputError("mask", msg)
+    if mask.device != q.device:
+        msg = f"mask is on {mask.device} and q on {q.device}; move it to q's device."
+        raise InputError("mask", msg)
+    # float32 beside any q is torch's own rule; integers are never added as numbers.
+    if mask.dtype not in (torch.bool, torch.float32, q.dtype):
+        msg = f"mask has dtype {mask.dtype} and q {q.dtype}; expected torch.bool (True = attend), or additive in {q.dtype} or float32."
+        raise InputError("mask", msg)
+    want = (sizes.batch, sizes.heads, sizes.q_length, sizes.k_length)
+    wrong = [axis for axis in range(1, mask.dim() + 1) if axis > 4 or mask.shape[-axis] not in (1, want[-axis])]  # noqa: PLR2004
+    if wrong:
+        axis = wrong[0]
+        names = ("last dimension", "second to last dimension", "third to last dimension", "first dimension")
+        detail = (
+            f"{names[axis - 1]} {mask.shape[-axis]}, expected {'1' if want[-axis] == 1 else f'1 or {want[-axis]}'}"
+            if axis <= 4  # noqa: PLR2004
+            else f"{mask.dim()} dimensions, expected at most 4"
+        )
+        hint = " A mask of rank 3 is read as (heads, q_length, k_length); for one per row give (batch, 1, q_length, k_length)."
+        msg = (
+            f"mask has shape {tuple(mask.shape)} and does not broadcast to (batch, heads, q_length, k_length) = {want}: {detail}."
+            f"{hint if mask.dim() == 3 else ''}"  # noqa: PLR2004
+        )
+        raise InputError("mask", msg)
+
+
+def _check_mask_info(info: MaskInfo, q: Tensor, sizes: Sizes) -> None:
+    if not isinstance(info, MaskInfo):
+        msg = f"mask_info is a {type(info).__name__}; expected fuseboard.MaskInfo."
+        raise InputError("mask_info", msg)
+    if info.keys is None:
+        return
+    if tuple(info.keys.shape) != (sizes.batch, sizes.k_length):
+        msg = f"mask_info.keys has shape {tuple(info.keys.shape)}; expected (batch, k_length) = {(sizes.batch, sizes.k_length)}."
+        raise InputError("mask_info", msg)
+    if info.keys.device != q.device:
+        msg = f"mask_info.keys is on {info.keys.device} and q on {q.device}; move it to q's device."
+        raise InputError("mask_info", msg)

@@ -1,0 +1,303 @@
+"""The chain for one (site, Call): the backends to try in order, every refusal kept, the reference last.
+
+`Chain.route` walks it for exact sizes and gives a `Route`: the link that answers, and what was skipped on the way. Routes are
+remembered per combination of sizes (`Table.routes`), so that the walk is made once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any
+
+import attrs
+from torch import Tensor
+
+from fuseboard.backend import Backend, Exactness, Kernel
+from fuseboard.call import Call, Sizes
+from fuseboard.constraints import Refusal, admit, guard, known_bad_for
+from fuseboard.errors import RefusedError
+from fuseboard.masks import Form, MaskInfo, Structure, in_form
+from fuseboard.probe import Verdict, precheck, verdict
+from fuseboard.registry import Registry, first_line
+
+if TYPE_CHECKING:
+    from fuseboard.policy import Policy
+    from fuseboard.site import Site
+
+__all__ = ["Chain", "Link", "Route", "Table"]
+
+REFERENCE = "reference"
+"""What reports call the site's reference."""
+
+MAX_ROUTES = 4096
+"""Combinations of sizes that a table remembers; past that it starts anew. A decode of 4096 tokens makes as many."""
+
+
+@attrs.frozen(eq=False)
+class Link:
+    """One backend in a chain.
+
+    Attributes:
+        backend: Which.
+        form: How it would be given the call's mask.
+        refusals: Limits that keep it from ever answering this kind of call; empty for a candidate.
+        wanted: Whether the policy would have used it, so that passing it over is a fallback: it is the policy's own choice, or
+            it looks able to run on the device.
+    """
+
+    backend: Backend
+    form: Form
+    refusals: tuple[Refusal, ...]
+    wanted: bool
+
+
+@attrs.frozen(eq=False)
+class Route:
+    """How calls of some sizes are answered.
+
+    Attributes:
+        backend_name: What a report calls it.
+        skipped: `(backend, reason)` of those passed over that count as fallbacks.
+        kernel: What to call; None for the reference.
+        form: How the kernel is given the mask.
+        structure: What the call's `mask_info` asks, for the form `structure`.
+        link: None for the reference.
+        keep: Whether it may be remembered.
+    """
+
+    backend_name: str
+    skipped: tuple[tuple[str, str], ...] = ()
+    kernel: Kernel | None = None
+    form: Form = "plain"
+    structure: Structure | None = None
+    link: Link | None = None
+    keep: bool = True
+
+
+class Table:
+    """What one policy has selected at one site.
+
+    Attributes:
+        policy: The one that holds at this site.
+        reference: The route of a site that is not swapped; None when backends are tried.
+        routes: Combination of sizes and flags to the route. Read without a lock.
+    """
+
+    __slots__ = ("__weakref__", "chains", "policy", "reference", "routes", "site")
+
+    def __init__(self, policy: Policy, site: Site) -> None:
+        self.policy = policy.for_site(site.name)
+        self.site = site
+        self.chains: dict[Call, Chain] = {}
+        self.routes: dict[Hashable, Route] = {}
+        self.reference = Route(REFERENCE) if self.policy.name == "auto" or not site.swappable else None
+        registry = self.policy.registry
+        with registry.lock:
+            registry.tables.add(self)
+
+    def chain(self, call: Call) -> Chain:
+        """The chain for this kind of call, built on first use."""
+        chain = self.chains.get(call)
+        if chain is None:
+            chain = self.chains.setdefault(call, Chain(self.policy, self.site, call))
+        return chain
+
+    def remember(self, key: Hashable, route: Route) -> None:
+        """Answer such calls by `route` from now on."""
+        if route.keep:
+            if len(self.routes) >= MAX_ROUTES:
+                self.routes.clear()
+            self.routes[key] = route
+
+    def forget_routes(self) -> None:
+        """Walk the chains again: a backend was marked broken."""
+        self.routes.clear()
+
+
+class Chain:
+    """The links for one (policy, site, Call).
+
+    Attributes:
+        policy: Whose order it is.
+        site: Where.
+        call: For which kind of call.
+        links: Every backend that is installed, in the order in which it is tried.
+        proven: Links that have answered such a call with a tensor of the right kind.
+    """
+
+    def __init__(self, policy: Policy, site: Site, call: Call) -> None:
+        self.policy = policy
+        self.site = site
+        self.call = call
+        self.links = tuple(self._link(backend) for backend in policy.order(call, policy.registry.backends()))
+        self.proven: set[Link] = set()
+        self._routes: dict[tuple[Any, ...], Route] = {}
+        self._at_fault = self._named_at_fault()
+
+    @property
+    def registry(self) -> Registry:
+        """Where its backends come from."""
+        return self.policy.registry
+
+    def _link(self, backend: Backend) -> Link:
+        policy, call = self.policy, self.call
+        form, refusals = admit(backend.constraints, backend.name, call)
+        refusals = (*refusals, *known_bad_for(backend.known_bad, call, backend.name))
+        approximate = backend.exactness(call) is not Exactness.EXACT
+        named = backend.name == policy.backend_name
+        if approximate and not self.site.approx_ok:
+            reason = "site refuses approximate backends"
+            refusals = (
+                *refusals,
+                Refusal(backend.name, "site", "approximate", "exact backends (approx_ok=False)", None, reason),
+            )
+        elif approximate and policy.name == "exact":
+            refusals = (
+                *refusals,
+                Refusal(backend.name, "policy", "approximate", "exact backends", "policy 'fast'", "approximate"),
+            )
+            return Link(backend, form, refusals, wanted=False)
+        return Link(backend, form, refusals, wanted=named or precheck(backend, call.device) is None)
+
+    def _named_at_fault(self) -> Refusal | None:
+        """The refusal of a policy's own backend whose plugin turned out to be at fault when it was loaded."""
+        named = self.policy.backend_name
+        if named is None or self.registry.resolve(named) is not None:
+            return None
+        why = self.registry.why_missing(named) or "no such backend."
+        return Refusal(named, "plugin", why, "", None, "its plugin is at fault")
+
+    def problems(self, link: Link, sizes: Sizes) -> tuple[tuple[Refusal, ...], Verdict | None]:
+        """Why a link cannot answer calls of these sizes, without its kernel's own say: refusals, and the verdict if it was asked."""
+        if link.refusals:
+            return link.refusals, None
+        name = link.backend.name
+        broken = self.registry.broken.get((name, self.call))
+        if broken is not None:
+            return (Refusal(name, "broken", broken, "", None, f"broke ({broken})"),), None
+        refusals = guard(link.backend.constraints, name, self.call, sizes)
+        if refusals:
+            return refusals, None
+        answer = verdict(self.registry, link.backend, self.call.device)
+        if not answer.ok:
+            return (Refusal(name, answer.stage, answer.reason, "", None, f"cannot run: {answer.reason}"),), answer
+        return (), answer
+
+    def route(
+        self,
+        sizes: Sizes,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float | None,
+        dropout_p: float,
+        mask_info: MaskInfo | None,
+        declined: dict[str, str] | None = None,
+    ) -> Route:
+        """The first link that takes calls of these sizes. Probes a backend when its turn comes, not before.
+
+        Args:
+            sizes: The exact sizes.
+            q: As given to `attention`, like the arguments that follow.
+            k: Likewise.
+            v: Likewise.
+            mask: Likewise.
+            causal: Likewise.
+            scale: Likewise.
+            dropout_p: Likewise.
+            mask_info: Likewise.
+            declined: Backends whose kernel has just declined this very call, and why.
+
+        Raises:
+            RefusedError: The policy is strict and its backend cannot answer.
+        """
+        skipped: list[tuple[str, str]] = []
+        refused: list[Refusal] = []
+        keep = not declined
+        if self._at_fault is not None:
+            if self.policy.strict:
+                raise self.refusal([self._at_fault])
+            skipped.append((self._at_fault.backend, self._at_fault.reason))
+        for link in self.links:
+            name = link.backend.name
+            refusals, answer = self.problems(link, sizes)
+            if not refusals and answer is not None and answer.kernel is not None:
+                said = (declined or {}).get(name) or self.declines(
+                    link,
+                    answer.kernel,
+                    q,
+                    k,
+                    v,
+                    mask=mask,
+                    causal=causal,
+                    scale=scale,
+                    dropout_p=dropout_p,
+                    mask_info=mask_info,
+                )
+                if said is None:
+                    return self._route(link, answer.kernel, tuple(skipped), keep=keep)
+                # What a kernel says may rest on state of the process, so that it is asked again next time.
+                keep = False
+                refusals = (Refusal(name, "declined", said, "", None, said),)
+            if answer is not None and answer.stage == "capture":
+                keep = False
+            refused += refusals
+            if self.policy.strict and self.policy.backend_name == name:
+                raise self.refusal(refused)
+            if link.wanted and (answer is None or answer.installed or self.policy.backend_name == name):
+                reason = "; ".join(each.reason for each in refusals)
+                skipped.append((name, reason))
+                self._log(name, reason, refusals)
+        if self.policy.strict:
+            raise self.refusal(refused)
+        return self._route(None, None, tuple(skipped), keep=keep)
+
+    def refusal(self, refused: list[Refusal]) -> RefusedError:
+        """The error of a strict policy, with every reason."""
+        named = self.policy.backend_name
+        lines = [
+            f"    {each}" if named else f"    {each.backend}: {each}"
+            for each in refused
+            if named in (None, each.backend)
+        ]
+        body = "\n".join(lines) or "    no backend is installed"
+        msg = f"policy {self.policy.name!r} (strict) cannot run site {self.site.name!r} on {self.call.device}:\n{body}"
+        return RefusedError(self.policy.name, self.site.name, msg, refused)
+
+    def declines(
+        self, link: Link, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool,
+        scale: float | None, dropout_p: float, mask_info: MaskInfo | None,
+    ) -> str | None:  # fmt: skip
+        """What the kernel's own check says about this very call: a reason, or None."""
+        asks: Callable[..., str | None] | None = getattr(kernel, "declines", None)
+        if asks is None:
+            return None
+        given_mask, given_info = in_form(link.form, self.call.structure, mask, mask_info, q, k)
+        try:
+            return asks(q, k, v, mask=given_mask, mask_info=given_info, causal=causal, scale=scale, dropout_p=dropout_p)
+        except Exception as error:  # noqa: BLE001 - a check that fails cannot vouch for the call
+            return f"its check failed ({first_line(error)})"
+
+    def _route(
+        self, link: Link | None, kernel: Kernel | None, skipped: tuple[tuple[str, str], ...], *, keep: bool
+    ) -> Route:
+        # Equal routes are one object, so that a Run's counters do not grow with the sizes seen.
+        key = (link, kernel, skipped, keep)
+        if key not in self._routes:
+            route = (
+                Route(REFERENCE, skipped, keep=keep)
+                if link is None
+                else Route(link.backend.name, skipped, kernel, link.form, self.call.structure, link, keep)
+            )
+            self._routes.setdefault(key, route)
+        return self._routes[key]
+
+    def _log(self, name: str, reason: str, refusals: tuple[Refusal, ...]) -> None:
+        if any(each.rule == "broken" for each in refusals):
+            return  # said, louder, when it broke
+        message = f"{name} does not answer at site {self.site.name!r} ({reason}). See fuseboard.explain."
+        self.registry.log_once(logging.INFO, self.site.name, name, reason, message)

@@ -1,0 +1,423 @@
+"""What a backend can take, as data: limits on a `Call`, guards on `Sizes`, and the refusals they give.
+
+To add a limit: one field with its sentence in `Constraints`, and one entry in `_RULES`. The conformance kit makes its cases
+from these fields, so they follow by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import attrs
+
+if TYPE_CHECKING:
+    import torch
+
+    from fuseboard.call import Call, Lengths, MaskKind, Sizes
+    from fuseboard.masks import Form, Keys
+
+__all__ = ["ALL_LENGTHS", "Constraints", "Guard", "HeadDims", "KnownBad", "Refusal", "StructureRule", "admit", "guard"]
+
+ALL_LENGTHS: frozenset[Lengths] = frozenset({"equal", "fewer queries", "more queries"})
+
+
+@attrs.frozen
+class Refusal:
+    """Which limit refused what.
+
+    Attributes:
+        backend: Whose limit.
+        rule: The limit's name: a field of `Constraints`, a guard's rule, or a stage such as `probe` or `site`.
+        actual: What the call has.
+        allowed: What the limit admits.
+        nearest: The nearest change that would be admitted, where one is known.
+        reason: A few words without exact sizes, so that equal reasons can be counted.
+    """
+
+    backend: str
+    rule: str
+    actual: str
+    allowed: str
+    nearest: str | None = None
+    reason: str = ""
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.rule} is {self.actual}, allowed {self.allowed}" if self.allowed else f"{self.rule}: {self.actual}"
+        )
+        return f"{text} (nearest: {self.nearest})" if self.nearest else text
+
+
+@attrs.frozen
+class HeadDims:
+    """The head dimensions a kernel takes: from `low` to `high` in steps of `multiple`, or `only` those listed."""
+
+    low: int = 1
+    high: int | None = None
+    multiple: int = 1
+    only: frozenset[int] = attrs.field(default=frozenset(), converter=frozenset)
+
+    def admits(self, dim: int) -> bool:
+        """Whether `dim` is one of them."""
+        if self.only:
+            return dim in self.only
+        return dim >= self.low and dim % self.multiple == 0 and (self.high is None or dim <= self.high)
+
+    def nearest(self, dim: int) -> int | None:
+        """The smallest admitted dimension above `dim`, to which q, k and v can be padded with zeros; None without one."""
+        if self.only:
+            return min((each for each in self.only if each > dim), default=None)
+        padded = -(-max(dim, self.low) // self.multiple) * self.multiple
+        return padded if padded > dim and self.admits(padded) else None
+
+    def __str__(self) -> str:
+        if self.only:
+            return ", ".join(map(str, sorted(self.only)))
+        text = f"{self.low} to {self.high}" if self.high is not None else f"at least {self.low}"
+        return f"{text}, a multiple of {self.multiple}" if self.multiple > 1 else text
+
+
+@attrs.frozen
+class StructureRule:
+    """One set of structures that a kernel takes in place of a dense mask. Any rule that fits admits the structure.
+
+    Attributes:
+        keys: Where real keys may lie; `none` when all must be real.
+        causal: The values of bottom-right causality it takes.
+        window: Whether it takes a window, or none, or either.
+        lengths: The relations of q_length to k_length at which it is right.
+        backward: Whether a gradient may be asked for.
+    """
+
+    keys: frozenset[Keys] = attrs.field(default=frozenset({"none"}), converter=frozenset)
+    causal: frozenset[bool] = attrs.field(default=frozenset({False, True}), converter=frozenset)
+    window: frozenset[bool] = attrs.field(default=frozenset({False}), converter=frozenset)
+    lengths: frozenset[Lengths] = attrs.field(default=ALL_LENGTHS, converter=frozenset)
+    backward: bool = True
+
+    def admits(self, call: Call) -> bool:
+        """Whether the call's structure is one of these."""
+        wanted = call.structure
+        return (
+            wanted is not None
+            and wanted.keys in self.keys
+            and wanted.causal in self.causal
+            and wanted.window in self.window
+            and call.lengths in self.lengths
+            and (self.backward or not call.grad)
+        )
+
+    def __str__(self) -> str:
+        parts = [
+            "/".join(sorted(f"{each} keys" if each == "any" else f"{each} padding" for each in self.keys - {"none"}))
+        ]
+        parts.append({(True,): "causal", (False, True): "causal or not"}.get(tuple(sorted(self.causal)), ""))
+        parts.append({(True,): "window", (False, True): "window or not"}.get(tuple(sorted(self.window)), ""))
+        parts.append(
+            ""
+            if self.lengths == ALL_LENGTHS
+            else f"{' or '.join(sorted(self.lengths))} lengths".replace("queries lengths", "queries")
+        )
+        parts.append("" if self.backward else "no gradient")
+        return " + ".join(filter(None, parts)) or "nothing hidden"
+
+
+@attrs.frozen
+class Guard:
+    """A limit on exact sizes, such as a launch grid's.
+
+    Attributes:
+        rule: Its name.
+        check: `(call, sizes) -> bool`, True when the sizes are admitted. Called once per combination of sizes.
+        allowed: What it admits, in words.
+        actual: The number it looks at, for the message.
+        nearest: The nearest change that would be admitted.
+    """
+
+    rule: str
+    check: Callable[[Call, Sizes], bool]
+    allowed: str
+    actual: Callable[[Sizes], object] | None = None
+    nearest: str | None = None
+
+
+@attrs.frozen
+class KnownBad:
+    """A combination known to be wrong, shipped as data.
+
+    Attributes:
+        effect: What goes wrong, in words.
+        link: Where it is documented.
+        package: The distribution whose versions matter; None when the hook has decided that itself.
+        versions: A version range of `package`, such as `">=0.0.21,<0.0.27"`.
+        call: Which calls it concerns; None for all, so that the backend does not run at all.
+    """
+
+    effect: str
+    link: str
+    package: str | None = None
+    versions: str | None = None
+    call: Callable[[Call], bool] | None = None
+
+
+@attrs.frozen
+class Constraints:
+    """What a backend takes. A default is the cautious answer: what is not claimed is refused.
+
+    Attributes:
+        devices: Device types.
+        dtypes: Of q, k and v.
+        capability: Lowest and highest CUDA compute capability, both included.
+        head_dims: Of q and k.
+        v_head_dims: Of v; None when it must equal q's.
+        gqa: Takes fewer key heads than query heads.
+        queries: Whether one query (a decode step) and many are taken.
+        lengths: Relations of q_length to k_length it is right at.
+        causal: Relations of q_length to k_length at which its top-left causal flag is right; empty for none.
+        masks: Kinds of dense mask.
+        mask_fp32: Takes a float32 additive mask beside half-precision q.
+        mask_grad: Gives a gradient of the additive mask.
+        causal_and_mask: Takes the top-left flag and a dense mask together.
+        structures: Structures it takes in place of a dense mask.
+        custom_scale: Takes a scale.
+        dropout: Takes dropout.
+        backward: Has a backward.
+        empty: Takes lengths, batches and heads of zero.
+        any_stride: Takes q, k and v whose last dimension is not contiguous.
+        wrapped: Takes tensors of these kinds (`Call.wrapped`); `*` for all.
+        guards: Limits on exact sizes.
+    """
+
+    devices: frozenset[str] = attrs.field(converter=frozenset)
+    dtypes: frozenset[torch.dtype] = attrs.field(converter=frozenset)
+    capability: tuple[tuple[int, int], tuple[int, int]] | None = None
+    head_dims: HeadDims = HeadDims()
+    v_head_dims: HeadDims | None = None
+    gqa: bool = False
+    queries: frozenset[Literal["one", "many"]] = attrs.field(default=frozenset({"one", "many"}), converter=frozenset)
+    lengths: frozenset[Lengths] = attrs.field(default=ALL_LENGTHS, converter=frozenset)
+    causal: frozenset[Lengths] = attrs.field(default=frozenset(), converter=frozenset)
+    masks: frozenset[MaskKind] = attrs.field(default=frozenset(), converter=frozenset)
+    mask_fp32: bool = False
+    mask_grad: bool = False
+    causal_and_mask: bool = False
+    structures: tuple[StructureRule, ...] = attrs.field(default=(), converter=tuple)
+    custom_scale: bool = False
+    dropout: bool = False
+    backward: bool = False
+    empty: bool = False
+    any_stride: bool = False
+    wrapped: frozenset[str] = attrs.field(default=frozenset(), converter=frozenset)
+    guards: tuple[Guard, ...] = attrs.field(default=(), converter=tuple)
+
+
+def admit(constraints: Constraints, backend: str, call: Call) -> tuple[Form, tuple[Refusal, ...]]:
+    """The form in which a backend would be given the call's mask, and every limit that refuses the call."""
+    form = form_for(constraints, call)
+    refusals = []
+    for rule in _RULES:
+        found = rule(constraints, call, form)
+        if found is not None:
+            name, actual, allowed, nearest, reason = found
+            refusals.append(Refusal(backend, name, actual, allowed, nearest, reason))
+    return form, tuple(refusals)
+
+
+def form_for(constraints: Constraints, call: Call) -> Form:
+    """The structure where the backend takes it, else the dense mask, written out by the board if need be."""
+    if call.structure is not None:
+        if call.structure.is_open:
+            return "plain"
+        if any(rule.admits(call) for rule in constraints.structures):
+            return "structure"
+        return "dense"
+    return "plain" if call.mask == "none" else "dense"
+
+
+def guard(constraints: Constraints, backend: str, call: Call, sizes: Sizes) -> tuple[Refusal, ...]:
+    """Every guard that refuses these sizes."""
+    return tuple(
+        Refusal(
+            backend,
+            each.rule,
+            str(each.actual(sizes)) if each.actual is not None else "not so",
+            each.allowed,
+            each.nearest,
+            f"{each.rule} not {each.allowed}",
+        )
+        for each in constraints.guards
+        if not each.check(call, sizes)
+    )
+
+
+_Found: TypeAlias = tuple[str, str, str, "str | None", str] | None
+
+
+def _names(values: Iterable[Any]) -> str:
+    return ", ".join(sorted(str(value).removeprefix("torch.") for value in values)) or "none"
+
+
+def _device(limits: Constraints, call: Call, _form: Form) -> _Found:
+    if call.device_type in limits.devices:
+        return None
+    return "device", call.device_type, _names(limits.devices), None, f"device {call.device_type}"
+
+
+def _capability(limits: Constraints, call: Call, _form: Form) -> _Found:
+    if limits.capability is None or call.capability is None:
+        return None
+    low, high = limits.capability
+    if low <= call.capability <= high:
+        return None
+    shown = f"{call.capability[0]}.{call.capability[1]}"
+    return "capability", shown, f"{low[0]}.{low[1]} to {high[0]}.{high[1]}", None, f"compute capability {shown}"
+
+
+def _dtype(limits: Constraints, call: Call, _form: Form) -> _Found:
+    if call.dtype in limits.dtypes:
+        return None
+    shown = _names([call.dtype])
+    halves = [name for name in _names(limits.dtypes).split(", ") if name in ("bfloat16", "float16")]
+    return "dtype", shown, _names(limits.dtypes), f"cast to {halves[0]}" if halves else None, f"dtype {shown}"
+
+
+def _head_dim(limits: Constraints, call: Call, _form: Form) -> _Found:
+    if limits.head_dims.admits(call.head_dim):
+        return None
+    padded = limits.head_dims.nearest(call.head_dim)
+    nearest = f"pad to {padded} and keep scale=1/sqrt({call.head_dim})" if padded else None
+    return "head_dim", str(call.head_dim), str(limits.head_dims), nearest, f"head dim {call.head_dim}"
+
+
+def _v_head_dim(limits: Constraints, call: Call, _form: Form) -> _Found:
+    if limits.v_head_dims is None:
+        fits, allowed = call.v_head_dim == call.head_dim, f"q's, {call.head_dim}"
+    else:
+        fits, allowed = limits.v_head_dims.admits(call.v_head_dim), str(limits.v_head_dims)
+    return None if fits else ("v_head_dim", str(call.v_head_dim), allowed, None, f"v head dim {call.v_head_dim}")
+
+
+def _gqa(limits: Constraints, call: Call, _form: Form) -> _Found:
+    if limits.gqa or not call.gqa:
+        return None
+    return "gqa", "shared key heads", "equal heads", "repeat_interleave k and v", "GQA"
+
+
+def _queries(limits: Constraints, call: Call, _form: Form) -> _Found:
+    have: Literal["one", "many"] = "one" if call.one_query else "many"
+    return None if have in limits.queries else ("queries", have, _names(limits.queries), None, f"{have} queries")
+
+
+def _lengths(limits: Constraints, call: Call, _form: Form) -> _Found:
+    if call.lengths in limits.lengths or call.empty:
+        return None
+    return "lengths", call.lengths, _names(limits.lengths), None, f"lengths: {call.lengths}"
+
+
+def _causal(limits: Constraints, call: Call, _form: Form) -> _Found:
+    if not call.causal or call.lengths in limits.causal or call.empty:
+        return None
+    nearest = "mask_info=MaskInfo(causal=True) if bottom-right is meant" if limits.structures else None
+    return "causal", f"top-left with {call.lengths}", _names(limits.causal), nearest, f"causal flag with {call.lengths}"
+
+
+def _mask(limits: Constraints, call: Call, form: Form) -> _Found:
+    if form != "dense":
+        return None
+    kind: MaskKind = "bool" if call.mask == "none" else call.mask
+    if kind not in limits.masks:
+        taken = [f"structures ({'; '.join(map(str, limits.structures))})"] if limits.structures else []
+        allowed = ", ".join(sorted(limits.masks) + taken) or "none"
+        shown = f"{kind} mask" if call.structure is None else f"{kind} mask, structure {call.structure}"
+        nearest = (
+            "pass mask_info if the mask has such a structure" if limits.structures and call.structure is None else None
+        )
+        return (
+            "mask",
+            shown,
+            allowed,
+            nearest,
+            f"{kind} mask" if call.structure is None else f"mask structure {call.structure}",
+        )
+    return None
+
+
+def _mask_dtype(limits: Constraints, call: Call, form: Form) -> _Found:
+    if form != "dense" or call.mask_dtype in (None, call.dtype) or limits.mask_fp32:
+        return None
+    if call.dtype.itemsize > 4:  # float32 widens to float64 without rounding  # noqa: PLR2004
+        return None
+    shown = _names([call.mask_dtype])
+    return (
+        "mask_dtype",
+        shown,
+        f"q's, {_names([call.dtype])}",
+        f"cast the mask to {_names([call.dtype])}",
+        f"{shown} mask beside {_names([call.dtype])}",
+    )
+
+
+def _mask_grad(limits: Constraints, call: Call, _form: Form) -> _Found:
+    return (
+        None
+        if limits.mask_grad or not call.mask_grad
+        else ("mask_grad", "needed", "not given", "mask.detach()", "mask gradient")
+    )
+
+
+def _causal_and_mask(limits: Constraints, call: Call, form: Form) -> _Found:
+    if limits.causal_and_mask or not call.causal or form != "dense":
+        return None
+    return "causal_and_mask", "both", "one of them", "write causality into the mask", "causal flag and mask"
+
+
+def _scale(limits: Constraints, call: Call, _form: Form) -> _Found:
+    return (
+        None
+        if limits.custom_scale or not call.custom_scale
+        else ("scale", "custom", "1/sqrt(head_dim)", "multiply q", "custom scale")
+    )
+
+
+def _dropout(limits: Constraints, call: Call, _form: Form) -> _Found:
+    return None if limits.dropout or not call.dropout else ("dropout", "used", "none", "dropout_p=0", "dropout")
+
+
+def _backward(limits: Constraints, call: Call, _form: Form) -> _Found:
+    return (
+        None
+        if limits.backward or not call.grad
+        else ("gradient", "needed", "no backward", "torch.no_grad()", "no backward")
+    )
+
+
+def _empty(limits: Constraints, call: Call, _form: Form) -> _Found:
+    return None if limits.empty or not call.empty else ("empty", "a size of zero", "at least 1", None, "a size of zero")
+
+
+def _stride(limits: Constraints, call: Call, _form: Form) -> _Found:
+    if limits.any_stride or call.packed_last:
+        return None
+    return "stride", "last dimension strided", "contiguous last dimension", ".contiguous()", "strided last dimension"
+
+
+def _wrapped(limits: Constraints, call: Call, _form: Form) -> _Found:
+    if call.wrapped is None or "*" in limits.wrapped or call.wrapped in limits.wrapped:
+        return None
+    return "wrapped", call.wrapped, "plain tensors", None, call.wrapped
+
+
+_RULES = (
+    _device, _capability, _dtype, _head_dim, _v_head_dim, _gqa, _queries, _lengths, _causal, _mask, _mask_dtype, _mask_grad,
+    _causal_and_mask, _scale, _dropout, _backward, _empty, _stride, _wrapped,
+)  # fmt: skip
+
+
+def known_bad_for(entries: Iterable[KnownBad], call: Call, backend: str) -> Iterator[Refusal]:
+    """The refusals of the known-bad combinations that apply to this call."""
+    for entry in entries:
+        if entry.call is not None and entry.call(call):
+            yield Refusal(
+                backend, "known bad", f"{entry.effect}, see {entry.link}", "", None, f"known bad: {entry.effect}"
+            )

@@ -1,0 +1,192 @@
+"""`explain`: the decision about one call, every candidate and every reason, as data and as text.
+
+Makes the very Chain that `attention` makes, so it cannot say one thing while the dispatcher does another.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+from fuseboard import context
+from fuseboard.backend import Exactness
+from fuseboard.call import Call, describe
+from fuseboard.chain import REFERENCE, Table
+from fuseboard.constraints import Refusal, guard
+from fuseboard.errors import RefusedError
+from fuseboard.masks import MaskInfo
+from fuseboard.policy import Policy, policy_for
+from fuseboard.probe import verdict
+from fuseboard.registry import Fault
+from fuseboard.site import Site
+
+__all__ = ["Candidate", "Explanation", "explain"]
+
+
+@attrs.frozen
+class Candidate:
+    """One backend and what was found about it for this call.
+
+    Attributes:
+        name: The backend.
+        exactness: `exact` or `approximate` for such a call.
+        rank: Estimated time relative to torch's default attention; infinite when the plugin does not say.
+        refusals: Every reason why it cannot answer; empty when it can.
+    """
+
+    name: str
+    exactness: str
+    rank: float
+    refusals: tuple[Refusal, ...]
+
+
+@attrs.frozen
+class Explanation:
+    """What `attention` would do with a call, and why.
+
+    Attributes:
+        site: The site's name.
+        policy: The policy that holds there.
+        call: The kind of call.
+        chosen: Who would answer: a backend's name or `reference`; None when a strict policy lets nobody.
+        why_reference: Why the site's reference answers whatever the backends can, or None.
+        candidates: Every installed backend in the order in which it would be tried.
+        faults: Plugins that could not be loaded.
+        disabled: Backends blocked by a setting, and by which.
+    """
+
+    site: str
+    policy: str
+    call: Call
+    chosen: str | None
+    why_reference: str | None
+    candidates: tuple[Candidate, ...]
+    faults: tuple[Fault, ...]
+    disabled: dict[str, str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready data."""
+        return {
+            "site": self.site,
+            "policy": self.policy,
+            "call": str(self.call),
+            "chosen": self.chosen,
+            "why_reference": self.why_reference,
+            "candidates": [
+                {
+                    "name": each.name,
+                    "exactness": each.exactness,
+                    "rank": each.rank if each.rank < float("inf") else None,
+                    "refusals": [attrs.asdict(refusal) for refusal in each.refusals],
+                }
+                for each in self.candidates
+            ],
+            "faults": [attrs.asdict(fault) for fault in self.faults],
+            "disabled": dict(self.disabled),
+        }
+
+    def __str__(self) -> str:
+        lines = [
+            f"site {self.site!r} under policy {self.policy!r}: {self.chosen or 'an error (strict)'}",
+            f"  call: {self.call}",
+        ]
+        if self.why_reference:
+            lines.append(f"  {self.why_reference}")
+        for each in self.candidates:
+            mark = "->" if each.name == self.chosen else "  "
+            state = "refuses" if each.refusals else "can answer"
+            rank = f", rank {each.rank:.3g}" if each.rank < float("inf") else ""
+            lines.append(f"{mark} {each.name} ({each.exactness}{rank}): {state}")
+            lines += [f"       {refusal}" for refusal in each.refusals]
+        lines.append(f"{'->' if self.chosen == REFERENCE else '  '} reference")
+        lines += [f"   fault: {fault}" for fault in self.faults]
+        lines += [f"   {name}: {why}" for name, why in sorted(self.disabled.items())]
+        return "\n".join(lines)
+
+
+def explain(
+    site: Site,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    dropout_p: float = 0.0,
+    mask_info: MaskInfo | None = None,
+    policy: Policy | str | None = None,
+) -> Explanation:
+    """Say what `attention` would do with this call, and why, without computing it. Probes every candidate.
+
+    Args:
+        site: Where.
+        q: As for `attention`, like the arguments that follow.
+        k: Likewise.
+        v: Likewise.
+        mask: Likewise.
+        causal: Likewise.
+        scale: Likewise.
+        enable_gqa: Likewise.
+        dropout_p: Likewise.
+        mask_info: Likewise.
+        policy: Under which policy; default the bound one, or `auto`.
+
+    Raises:
+        InputError: An argument cannot be right.
+    """
+    binding = context.bound()
+    asked = policy_for(policy) if policy is not None else binding.policy if binding is not None else policy_for("auto")
+    arguments: dict[str, Any] = {
+        "mask": mask,
+        "causal": causal,
+        "scale": scale,
+        "dropout_p": dropout_p,
+        "mask_info": mask_info,
+    }
+    call, sizes = describe(q, k, v, enable_gqa=enable_gqa, **arguments)
+    table = Table(asked, site)
+    chain = table.chain(call)
+    registry = table.policy.registry
+    candidates = []
+    for link in chain.links:
+        backend = link.backend
+        refusals = list(link.refusals)
+        broken = registry.broken.get((backend.name, call))
+        refusals += [Refusal(backend.name, "broken", broken, "", None, "broke")] if broken is not None else []
+        refusals += guard(backend.constraints, backend.name, call, sizes)
+        answer = verdict(registry, backend, call.device)
+        refusals += (
+            [Refusal(backend.name, answer.stage, answer.reason, "", None, "cannot run")] if not answer.ok else []
+        )
+        if not refusals and answer.kernel is not None:
+            declined = chain.declines(link, answer.kernel, q, k, v, **arguments)
+            refusals += (
+                [Refusal(backend.name, "declined", declined, "", None, declined)] if declined is not None else []
+            )
+        exactness: Exactness = backend.exactness(call)
+        candidates.append(Candidate(backend.name, exactness.value, backend.rank(call), tuple(refusals)))
+    why_reference = None
+    if table.policy.name == "auto":
+        why_reference = "policy 'auto' always takes the reference; what follows would hold under 'fast'"
+    elif not site.swappable:
+        why_reference = "the site is declared swappable=False"
+    chosen: str | None = REFERENCE
+    if why_reference is None:
+        try:
+            chosen = chain.route(sizes, q, k, v, **arguments).backend_name
+        except RefusedError:
+            chosen = None
+    return Explanation(
+        site.name,
+        str(table.policy.as_json()),
+        call,
+        chosen,
+        why_reference,
+        tuple(candidates),
+        tuple(registry.faults),
+        registry.disabled,
+    )

@@ -1,0 +1,173 @@
+"""Can this backend run on this device? Asked the first time a policy wants it there, answered once.
+
+The whole question runs on a thread of its own: with torch's default state whatever the caller has set (autocast, grad mode,
+streams are the thread's), and so that an import that hangs becomes a reason after a while instead of a hang of the host.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import threading
+
+import attrs
+import torch
+from torch.torch_version import TorchVersion
+
+from fuseboard import selftest
+from fuseboard.backend import Backend, Kernel
+from fuseboard.registry import Registry, first_line
+
+__all__ = ["Verdict", "precheck", "verdict"]
+
+
+@attrs.frozen
+class Verdict:
+    """Whether a backend can run on a device.
+
+    Attributes:
+        ok: Yes or no.
+        reason: Why not, in words; empty for yes.
+        stage: Which step said no: `device`, `version`, `known bad`, `probe`, `import`, `self-test`, `time limit` or `capture`.
+        kernel: What to call; None for no.
+    """
+
+    ok: bool
+    reason: str = ""
+    stage: str = ""
+    kernel: Kernel | None = attrs.field(default=None, repr=False, eq=False)
+
+    @property
+    def installed(self) -> bool:
+        """Whether the backend looks able to run there: a no beyond this point is worth telling the operator on every output."""
+        return self.ok or self.stage not in ("device", "version")
+
+
+def precheck(backend: Backend, device: torch.device) -> Verdict | None:
+    """A no that costs nothing: the wrong device, a package absent or of the wrong version. Imports no kernel package."""
+    limits = backend.constraints
+    if device.type not in limits.devices:
+        return Verdict(
+            ok=False, reason=f"runs on {', '.join(sorted(limits.devices))}, not on {device.type}", stage="device"
+        )
+    if device.type == "cuda" and limits.capability is not None:
+        capability = torch.cuda.get_device_capability(device)
+        low, high = limits.capability
+        if not low <= capability <= high:
+            text = f"needs compute capability {low[0]}.{low[1]} to {high[0]}.{high[1]}, {device} has {capability[0]}.{capability[1]}"
+            return Verdict(ok=False, reason=text, stage="device")
+    for package, versions in backend.info.requires.items():
+        have = _version(package)
+        if have is None:
+            install = backend.install(torch.__version__)
+            return Verdict(ok=False, reason=f"{package} is not installed. Install it: {install}", stage="version")
+        if not _in_range(have, versions):
+            return Verdict(ok=False, reason=f"{package} is {have}, needed {versions}", stage="version")
+    for bad in backend.known_bad:
+        have = _version(bad.package) if bad.package is not None else None
+        applies = bad.package is None or (have is not None and (bad.versions is None or _in_range(have, bad.versions)))
+        if bad.call is None and applies:
+            return Verdict(ok=False, reason=f"known bad: {bad.effect}, see {bad.link}", stage="known bad")
+    return None
+
+
+def verdict(registry: Registry, backend: Backend, device: torch.device) -> Verdict:
+    """Whether `backend` can run on `device`, asked once per process; other threads wait for the one that asks.
+
+    While a CUDA graph is being captured nothing new can be asked, since the self-test waits for the device: the answer is then
+    a no of stage `capture`, which is not kept.
+    """
+    key = (backend.name, str(device))
+    known = registry.verdicts.get(key)
+    if known is not None:
+        return known
+    with registry.lock:
+        lock = registry.probe_locks.setdefault(key, threading.Lock())
+    with lock:
+        known = registry.verdicts.get(key)
+        if known is not None:
+            return known
+        answer = precheck(backend, device)
+        if answer is None:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                text = "not probed yet, and a CUDA graph is being captured: make one such call before the capture"
+                return Verdict(ok=False, reason=text, stage="capture")
+            answer = _on_a_thread(backend, device, registry.settings.probe_timeout)
+        registry.verdicts[key] = answer
+        return answer
+
+
+def _on_a_thread(backend: Backend, device: torch.device, timeout: float) -> Verdict:
+    answers: list[Verdict | BaseException] = []
+
+    def ask() -> None:
+        try:
+            answers.append(_ask(backend, device))
+        except BaseException as error:  # noqa: BLE001 - handed to the thread that asked
+            answers.append(error)
+
+    thread = threading.Thread(target=ask, name=f"fuseboard-probe-{backend.name}", daemon=True)
+    thread.start()
+    thread.join(timeout)
+    if not answers:
+        text = f"its import or self-test did not end within {timeout:g} s (FUSEBOARD_PROBE_TIMEOUT)"
+        return Verdict(ok=False, reason=text, stage="time limit")
+    answer = answers[0]
+    if isinstance(answer, SystemExit):  # a package that exits at import ends its own probe, not the host
+        return Verdict(ok=False, reason=f"its import called sys.exit({answer.code!r})", stage="import")
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer
+
+
+def _ask(backend: Backend, device: torch.device) -> Verdict:
+    """Probe, import, self-test; an exception at each becomes its reason."""
+    stage = "probe"
+    try:
+        with torch.inference_mode(mode=False), _current(device):
+            reason = backend.probe(device)
+            if reason is not None:
+                return Verdict(ok=False, reason=str(reason), stage=stage)
+            stage = "import"
+            kernel = backend.load(device)
+            if not callable(kernel):
+                return Verdict(ok=False, reason=f"hook kernel gave {kernel!r}, which cannot be called", stage=stage)
+            stage = "self-test"
+            reason = selftest.run(backend, kernel, device)
+    except Exception as error:  # noqa: BLE001 - a package may raise anything at import or in a kernel
+        return Verdict(ok=False, reason=f"{stage} failed: {first_line(error)}", stage=stage)
+    return Verdict(ok=False, reason=reason, stage=stage) if reason is not None else Verdict(ok=True, kernel=kernel)
+
+
+def _current(device: torch.device) -> torch.cuda.device:
+    # Kernels that launch on the current device are asked on the right one. -1 changes nothing.
+    return torch.cuda.device(device if device.type == "cuda" else -1)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    except Exception:  # noqa: BLE001 - damaged metadata: as good as none
+        return None
+
+
+_TERM = re.compile(r"\s*(>=|<=|==|!=|>|<)\s*([0-9][^\s,]*)\s*")
+
+
+def _in_range(version: str, wanted: str) -> bool:
+    """Whether a version lies in a range such as `>=2.6,<3`; an empty range holds all. TorchVersion compares by PEP 440."""
+    have = TorchVersion(version.split("+")[0])
+    for term in filter(None, (each.strip() for each in wanted.split(","))):
+        match = _TERM.fullmatch(term)
+        if match is None:
+            msg = f"version range {wanted!r}: {term!r} is not an operator and a version."
+            raise ValueError(msg)
+        operator, bound = match.groups()
+        holds = {
+            ">=": have >= bound, "<=": have <= bound, "==": have == bound, "!=": have != bound, ">": have > bound, "<": have < bound,
+        }[operator]  # fmt: skip
+        if not holds:
+            return False
+    return True

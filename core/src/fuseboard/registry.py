@@ -1,0 +1,365 @@
+"""Entry points become Backends, or Faults: nothing that a plugin does wrong reaches the host. Loads no torch by itself.
+
+A `Registry` also holds what the process has learnt about its backends: verdicts, broken marks, what has been logged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import inspect
+import logging
+import math
+import re
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import attrs
+import pluggy
+
+from fuseboard import hookspecs, settings
+from fuseboard.backend import DEFAULT_TOLERANCE, Backend, BackendInfo, Exactness
+from fuseboard.constraints import Constraints, KnownBad
+
+if TYPE_CHECKING:
+    from fuseboard.call import Call
+    from fuseboard.chain import Table
+    from fuseboard.policy import Policy
+    from fuseboard.probe import Verdict
+
+__all__ = ["GROUP", "Entry", "Fault", "Registry", "current", "install_hint", "use"]
+
+GROUP = "fuseboard.backends"
+"""The entry point group: one entry point is one backend."""
+
+INSTALL_HINTS = {
+    "flash": ("fuseboard-flash", "flash-attn"),
+    "flash3": ("fuseboard-flash", "flash-attn-3"),
+    "flash4": ("fuseboard-flash", "flash-attn-4"),
+    "xformers": ("fuseboard-xformers", "xformers"),
+    "sage": ("fuseboard-sage", "sageattention"),
+    "sage3": ("fuseboard-sage", "sageattn3"),
+    "tilelang": ("fuseboard-tilelang", "tilelang"),
+    **{f"sdpa-{kind}": ("fuseboard-sdpa",) for kind in ("flash", "efficient", "cudnn", "math", "cpu")},
+}
+"""What to install for a name that no installed plugin has. Only for error messages: no other line of the core knows a backend."""
+
+RESERVED = frozenset({"auto", "exact", "fast", "tuned", "reference"})
+"""Words that mean something else where a backend's name could stand."""
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")
+
+log = logging.getLogger("fuseboard")
+T = TypeVar("T")
+
+
+@attrs.frozen
+class Entry:
+    """One entry point, before it is loaded.
+
+    Attributes:
+        name: The backend's name.
+        load: Imports the plugin's module.
+        distribution: Who ships it.
+        version: That distribution's version.
+    """
+
+    name: str
+    load: Callable[[], object]
+    distribution: str = "unknown"
+    version: str = "unknown"
+
+
+@attrs.frozen
+class Fault:
+    """A plugin that could not be loaded or declared a hook wrongly: kept and shown, never raised at the host.
+
+    Attributes:
+        name: The backend's name.
+        distribution: Who ships it.
+        version: That distribution's version.
+        message: What is wrong and what to do.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.name!r} ({self.distribution} {self.version}): {self.message}"
+
+
+def installed_entries() -> list[Entry]:
+    """The entry points that the installed distributions declare. Reads metadata only."""
+    found = []
+    for point in importlib.metadata.entry_points(group=GROUP):
+        # A damaged dist-info has no name or version; that must not hide the other plugins.
+        name, version = "unknown", "unknown"
+        with contextlib.suppress(Exception):
+            if point.dist is not None:
+                name, version = point.dist.metadata["Name"] or name, point.dist.version or version
+        found.append(Entry(point.name, point.load, name, version))
+    return found
+
+
+class Registry:
+    """The backends of a process, resolved once each, when first asked for.
+
+    Attributes:
+        faults: What is wrong with which plugin.
+        broken: `(backend name, Call)` to the reason, for kinds of call at which a backend has raised.
+        verdicts: `(backend name, device)` to the probe's verdict.
+    """
+
+    def __init__(self, entries: Iterable[Entry] | None = None, config: settings.Settings | None = None) -> None:
+        self.settings = settings.read() if config is None else config
+        self.faults: list[Fault] = []
+        self.broken: dict[tuple[str, Call], str] = {}
+        self.verdicts: dict[tuple[str, str], Verdict] = {}
+        self.tables: weakref.WeakSet[Table] = weakref.WeakSet()
+        self.disabled: dict[str, str] = {}
+        self.lock = threading.RLock()
+        self.probe_locks: dict[tuple[str, str], threading.Lock] = {}
+        self._logged: set[tuple[str, str, str]] = set()
+        self._policies: dict[Hashable, Policy] = {}
+        self._backends: dict[str, Backend | None] = {}
+        self._entries = self._choose(installed_entries() if entries is None else entries)
+
+    def names(self) -> frozenset[str]:
+        """The names of the backends that are installed and neither blocked nor known to be faulty. Loads none of them."""
+        with self.lock:
+            return frozenset(name for name in self._entries if self._backends.get(name, ...) is not None)
+
+    def backends(self) -> list[Backend]:
+        """Every backend that can be loaded. Loads the plugins' modules, not their kernel packages."""
+        return [backend for name in sorted(self._entries) if (backend := self.resolve(name)) is not None]
+
+    def resolve(self, name: str) -> Backend | None:
+        """The backend of that name, or None when there is none or its plugin is at fault."""
+        with self.lock:
+            if name not in self._backends and name in self._entries:
+                self._backends[name] = self._load(self._entries[name])
+            return self._backends.get(name)
+
+    def why_missing(self, name: str) -> str | None:
+        """Why a backend that is installed cannot be used, as a sentence; None when it is not installed at all."""
+        if name in self.disabled:
+            return self.disabled[name]
+        faults = [str(fault) for fault in self.faults if fault.name == name]
+        return f"its plugin is at fault: {'; '.join(faults)}" if faults and self.resolve(name) is None else None
+
+    def keep_policy(self, value: Hashable, make: Callable[[], Policy]) -> Policy:
+        """The policy kept for `value`, made on first use."""
+        with self.lock:
+            if value not in self._policies:
+                self._policies[value] = make()
+            return self._policies[value]
+
+    def mark_broken(self, backend: str, call: Call, reason: str) -> bool:
+        """Never offer `backend` such a call again. False when that was known already."""
+        with self.lock:
+            known = (backend, call) in self.broken
+            self.broken.setdefault((backend, call), reason)
+            for table in list(self.tables):
+                table.forget_routes()
+        return not known
+
+    def log_once(self, level: int, site: str, backend: str, reason: str, message: str) -> None:
+        """Log `message`, once per (site, backend, reason)."""
+        with self.lock:
+            if (site, backend, reason) in self._logged:
+                return
+            self._logged.add((site, backend, reason))
+        log.log(level, "%s", message)
+
+    def _choose(self, entries: Iterable[Entry]) -> dict[str, Entry]:
+        """One entry a name. The distribution that the install hints name wins a clash, else the first by name: never chance."""
+        chosen: dict[str, Entry] = {}
+        unknown = set(self.settings.disable)
+
+        def precedence(entry: Entry) -> tuple[bool, str]:
+            return _normal(entry.distribution) not in INSTALL_HINTS.get(entry.name, ()), _normal(entry.distribution)
+
+        for entry in sorted(entries, key=precedence):
+            words = {
+                entry.name.lower(),
+                _normal(entry.distribution),
+                _normal(entry.distribution).removeprefix("fuseboard-"),
+            }
+            blocked = sorted(words & self.settings.disable)
+            unknown -= words
+            if blocked:
+                self.disabled[entry.name] = f"it is blocked by FUSEBOARD_DISABLE={','.join(blocked)}."
+            elif entry.name in RESERVED or not _NAME.fullmatch(entry.name):
+                self._fault(
+                    entry,
+                    f"a backend cannot be called {entry.name!r}: use a word of a-z, 0-9, '-', '_' or '.' that is no policy.",
+                )
+            elif entry.name in chosen:
+                other = chosen[entry.name]
+                self._fault(
+                    entry,
+                    f"{other.distribution} {other.version} has a backend of that name, which is used; uninstall one of them.",
+                )
+            else:
+                chosen[entry.name] = entry
+        for word in sorted(unknown):
+            log.warning("FUSEBOARD_DISABLE names %r, which no installed plugin or backend is called.", word)
+        return chosen
+
+    def _fault(self, entry: Entry, message: str) -> None:
+        fault = Fault(entry.name, entry.distribution, entry.version, message)
+        self.faults.append(fault)
+        log.warning("plugin ignored: %s", fault)
+
+    def _load(self, entry: Entry) -> Backend | None:
+        """Load, register and ask one plugin. Whatever it does wrong becomes a Fault; only cancellation passes."""
+        # A manager for each plugin: a hook call then reaches that plugin alone, also when others are registered later, and
+        # what `check_pending` finds is its fault.
+        manager = pluggy.PluginManager("fuseboard")
+        manager.add_hookspecs(hookspecs)
+        try:
+            manager.register(entry.load(), name=entry.name)
+            manager.check_pending()
+            return self._ask(entry, manager)
+        except Exception as error:  # noqa: BLE001 - a plugin's import may raise anything
+            self._fault(entry, _blame(error))
+        except SystemExit as error:
+            self._fault(entry, f"its import called sys.exit({error.code!r}).")
+        return None
+
+    def _ask(self, entry: Entry, manager: pluggy.PluginManager) -> Backend:
+        implemented = {caller.name for caller in manager.get_hookcallers(manager.get_plugin(entry.name)) or ()}
+        missing = [name for name in hookspecs.REQUIRED if name not in implemented]
+        if missing:
+            msg = f"it lacks the required hook {' and '.join(missing)} (marked @fuseboard.hookimpl)."
+            raise _HookError(msg)
+
+        def hook(name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+            if name not in implemented:
+                return default
+            caller = getattr(manager.hook, name)
+            (spec,) = inspect.signature(getattr(hookspecs, name)).parameters or (None,)
+            return (lambda: caller()) if spec is None else (lambda argument: caller(**{spec: argument}))
+
+        info = _typed("info", hook("info", _never)(), BackendInfo)
+        constraints = _typed("constraints", hook("constraints", _never)(), Constraints)
+        bad = hook("known_bad", tuple)()
+        known_bad = tuple(_typed("known_bad", each, KnownBad) for each in (bad if bad is not None else ()))
+        rank, exactness = hook("rank", lambda _call: math.inf), hook("exactness", lambda _call: Exactness.APPROXIMATE)
+        tolerance = hook("tolerance", lambda dtype: DEFAULT_TOLERANCE.get(str(dtype).removeprefix("torch."), 0.0))
+        probe = hook("probe", lambda _device: None)
+        install = hook("install_line", lambda _version: f"pip install --no-deps {entry.distribution}")
+        return Backend(
+            name=entry.name,
+            distribution=entry.distribution,
+            version=entry.version,
+            info=info,
+            constraints=constraints,
+            load=hook("kernel", _never),
+            # A hook that raises or lies later must not harm the call that asked: it gets the cautious answer, and a Fault.
+            exactness=self._cautious(entry, "exactness", exactness, Exactness, Exactness.APPROXIMATE),
+            tolerance=self._cautious(entry, "tolerance", tolerance, (int, float), 0.0),
+            rank=self._cautious(entry, "rank", rank, (int, float), math.inf),
+            probe=probe,
+            known_bad=known_bad,
+            install=self._cautious(entry, "install_line", install, str, f"pip install --no-deps {entry.distribution}"),
+        )
+
+    def _cautious(
+        self, entry: Entry, hook: str, ask: Callable[[Any], Any], kind: type | tuple[type, ...], default: T
+    ) -> Callable[[Any], T]:
+        told = False
+
+        def asked(argument: Any) -> T:
+            nonlocal told
+            try:
+                answer: T = _typed(hook, ask(argument), kind)
+            except Exception as error:  # noqa: BLE001 - a hook may raise anything
+                if not told:
+                    told = True
+                    self._fault(entry, f"hook {hook} failed and is answered by {default!r}: {_blame(error)}")
+                return default
+            return answer
+
+        return asked
+
+
+class _HookError(Exception):
+    """A plugin's declaration is wrong; the text says how."""
+
+
+def _never(*_arguments: object) -> Any:
+    msg = "a required hook was asked for and is missing"
+    raise AssertionError(msg)
+
+
+def _typed(hook: str, value: Any, kind: type | tuple[type, ...]) -> Any:
+    if isinstance(value, kind):
+        return value
+    names = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
+    msg = f"hook {hook} gave {value!r}; expected {names}."
+    raise _HookError(msg)
+
+
+def _blame(error: BaseException) -> str:
+    """One line that says what the plugin's author must mend."""
+    if isinstance(error, _HookError):
+        return str(error)
+    if isinstance(error, pluggy.PluginValidationError):
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        spec = next((name for name in vars(hookspecs) if f"hook {name!r}" in str(error)), None)
+        shown = f" The hook is {spec}{inspect.signature(getattr(hookspecs, spec))}." if spec else ""
+        return " ".join(lines) + shown
+    return first_line(error)
+
+
+def first_line(error: BaseException) -> str:
+    """`Type: first line of its text`, for reasons and log lines."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
+
+
+def _normal(distribution: str) -> str:
+    return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
+def install_hint(name: str) -> str | None:
+    """The install line of a known plugin that is not installed."""
+    packages = INSTALL_HINTS.get(name)
+    return f"pip install --no-deps {' '.join(packages)}" if packages else None
+
+
+def known_names() -> list[str]:
+    """Names that the install hints know."""
+    return sorted(INSTALL_HINTS)
+
+
+_current: Registry | None = None
+_current_lock = threading.Lock()
+
+
+def current() -> Registry:
+    """The process's registry, made from the installed entry points on first use."""
+    global _current  # noqa: PLW0603 - this module owns the process's registry
+    if _current is None:
+        with _current_lock:
+            if _current is None:
+                _current = Registry()
+    return _current
+
+
+@contextlib.contextmanager
+def use(registry: Registry) -> Iterator[Registry]:
+    """Make `registry` the process's while the block runs. For hosts that assemble their own, and for tests."""
+    global _current  # noqa: PLW0603 - this module owns the process's registry
+    with _current_lock:
+        before, _current = _current, registry
+    try:
+        yield registry
+    finally:
+        with _current_lock:
+            _current = before

@@ -1,0 +1,246 @@
+"""The self-test: a small grid of real calls against float64, before a backend answers anything.
+
+One shape is not enough. Kernels exist that are right at 64 keys and wrong at 65, right when causal and wrong when not, right
+until the queries outnumber the keys. The grid crosses the lengths that catch those with what the backend claims.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import attrs
+import torch
+from torch import Tensor
+
+from fuseboard.backend import Backend, Kernel
+from fuseboard.call import describe
+from fuseboard.constraints import HeadDims, admit, guard
+from fuseboard.errors import DeclinedError
+from fuseboard.masks import MaskInfo, in_form, to_4d
+
+__all__ = ["Case", "attention_fp64", "cases", "run"]
+
+LENGTHS = ((1, 77), (65, 65), (64, 128), (128, 65))
+HEADS, SHARED, BATCH = 4, 2, 2
+
+
+@attrs.frozen
+class Case:
+    """One call of the grid: its tensors live on the CPU in float64 until it is run.
+
+    Attributes:
+        dtype: What it is run in.
+        q_length: Queries.
+        k_length: Keys.
+        head_dim: Of q and k.
+        v_head_dim: Of v.
+        gqa: Two query heads share a key head.
+        causal: The top-left flag.
+        mask: `none`, `bool` or `additive`.
+        structure: A structure given in place of a mask: which, or None.
+        scale: None for the default.
+        backward: Gradients are checked too.
+    """
+
+    dtype: torch.dtype
+    q_length: int
+    k_length: int
+    head_dim: int
+    v_head_dim: int
+    gqa: bool = False
+    causal: bool = False
+    mask: str = "none"
+    structure: tuple[str, bool, int | None] | None = None
+    scale: float | None = None
+    backward: bool = False
+
+    def __str__(self) -> str:
+        parts = [str(self.dtype).removeprefix("torch."), f"lengths {self.q_length}x{self.k_length}"]
+        parts += [name for name in ("gqa", "causal", "backward") if getattr(self, name)]
+        parts += [f"{self.mask} mask"] if self.mask != "none" else []
+        if self.structure is not None:
+            keys, causal, window = self.structure
+            parts.append(f"structure keys={keys} causal={causal} window={window}")
+        return ", ".join(parts)
+
+
+def attention_fp64(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    mask_info: MaskInfo | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention in float64 by its definition: softmax(q k^T scale + mask) v, rows that see nothing zero. Differentiable."""
+    q, k, v = q.double(), k.double(), v.double()
+    groups = q.shape[1] // max(k.shape[1], 1)
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = q @ k.transpose(-1, -2) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    n_q, n_k = scores.shape[-2:]
+    seen = torch.ones(1, 1, n_q, n_k, dtype=torch.bool, device=q.device)
+    if causal:
+        seen = seen.tril()
+    if mask is not None and mask.dtype == torch.bool:
+        seen = seen & to_4d(mask)
+    elif mask is not None:
+        scores = scores + to_4d(mask).double()
+        seen = seen & (to_4d(mask) > -torch.inf)
+    if mask_info is not None:
+        seen = seen & mask_info.dense(n_q, n_k, q.device)
+    # A score of -inf must not meet the softmax of a row that sees nothing, nor its gradient: 0 * NaN is NaN.
+    empty = ~seen.any(-1, keepdim=True)
+    weights = scores.masked_fill(~seen, -torch.inf).masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+    return weights @ v
+
+
+def cases(backend: Backend, device: torch.device) -> Iterator[Case]:
+    """The grid for what `backend` claims: every dtype and length, each feature at the lengths that tell most."""
+    limits = backend.constraints
+    dim = _dim(limits.head_dims)
+    v_dim = dim if limits.v_head_dims is None else _dim(limits.v_head_dims)
+    for dtype in sorted(limits.dtypes, key=str):
+        if device.type == "mps" and dtype == torch.float64:
+            continue
+        for n_q, n_k in LENGTHS:
+            plain = Case(dtype, n_q, n_k, dim, v_dim)
+            yield plain
+            yield attrs.evolve(plain, gqa=True, scale=0.5)
+            yield attrs.evolve(plain, causal=True)
+            for mask in ("bool", "additive"):
+                yield attrs.evolve(plain, mask=mask, gqa=n_q != n_k)
+            for keys, causal, window in itertools.product(("none", "right", "left", "any"), (False, True), (None, 20)):
+                if (keys, causal, window) != ("none", False, None):
+                    yield attrs.evolve(plain, structure=(keys, causal, window))
+            if n_q > 1:
+                yield attrs.evolve(plain, backward=True, gqa=True)
+                yield attrs.evolve(plain, backward=True, causal=True)
+                yield attrs.evolve(plain, backward=True, mask="additive")
+                yield attrs.evolve(plain, backward=True, structure=("none", True, None))
+
+
+def run(backend: Backend, kernel: Kernel, device: torch.device) -> str | None:
+    """Run the grid on `device`: None when every admitted case is right, else what went wrong at which."""
+    ran = 0
+    for case in cases(backend, device):
+        problem = check(backend, kernel, case, device)
+        if problem is not None and problem != "":
+            return f"self-test failed ({case}): {problem}"
+        ran += problem is None
+    return None if ran else "self-test: its constraints admit none of the calls of the grid"
+
+
+def check(backend: Backend, kernel: Kernel, case: Case, device: torch.device) -> str | None:
+    """Run one case: None when right, empty when the backend refuses it, else the problem."""
+    q, k, v, mask, info = _tensors(case, device)
+    call, sizes = describe(q, k, v, mask=mask, causal=case.causal, scale=case.scale, enable_gqa=True, mask_info=info)
+    form, refusals = admit(backend.constraints, backend.name, call)
+    # A structure that the backend would be given as a dense mask is tested as a dense mask already.
+    if (
+        refusals
+        or guard(backend.constraints, backend.name, call, sizes)
+        or (case.structure is not None and form == "dense")
+    ):
+        return ""
+    given_mask, given_info = in_form(form, call.structure, mask, info, q, k)
+    given = {"mask": given_mask, "mask_info": given_info, "causal": case.causal, "scale": case.scale, "dropout_p": 0.0}
+    declines = getattr(kernel, "declines", None)
+    if declines is not None and declines(q, k, v, **given) is not None:
+        return ""
+    inputs = {name: each for name, each in (("q", q), ("k", k), ("v", v), ("mask", given_mask)) if each is not None}
+    before = {name: each.detach().clone() for name, each in inputs.items()}
+    with torch.set_grad_enabled(case.backward):
+        try:
+            out = kernel(q, k, v, **given)  # type: ignore[arg-type]
+        except DeclinedError:
+            return ""
+    exact = [each.detach().cpu().double().requires_grad_(case.backward) for each in (q, k, v)]
+    host_info = None if info is None else attrs.evolve(info, keys=None if info.keys is None else info.keys.cpu())
+    host_mask = None if mask is None else mask.cpu()
+    want = attention_fp64(*exact, mask=host_mask, mask_info=host_info, causal=case.causal, scale=case.scale)
+    tolerance = backend.tolerance(case.dtype)
+    problem = _wrong(out, want.detach(), q, tolerance)
+    if problem is None and case.backward:
+        problem = _wrong_gradients(out, want, (q, k, v), exact, tolerance)
+    changed = [name for name, each in inputs.items() if not torch.equal(each.detach(), before[name])]
+    return problem or (f"it wrote into {' and '.join(changed)}" if changed else None)
+
+
+def _tensors(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor | None, MaskInfo | None]:
+    generator = torch.Generator().manual_seed(
+        case.q_length * 1009 + case.k_length
+    )  # its own: no global state is touched
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, case.dtype)
+
+    kv_heads = SHARED if case.gqa else HEADS
+    q = draw(BATCH, HEADS, case.q_length, case.head_dim).requires_grad_(case.backward)
+    k = draw(BATCH, kv_heads, case.k_length, case.head_dim).requires_grad_(case.backward)
+    v = draw(BATCH, kv_heads, case.k_length, case.v_head_dim).requires_grad_(case.backward)
+    mask = None
+    if case.mask == "bool":
+        mask = torch.rand(BATCH, 1, case.q_length, case.k_length, generator=generator) < 0.7  # noqa: PLR2004 - most, not all
+        mask[0, :, 0] = False  # a row that sees nothing
+        mask = mask.to(device)
+    elif case.mask == "additive":
+        mask = draw(1, HEADS, case.q_length, case.k_length)
+        mask[..., case.k_length // 2 :: 7] = -torch.inf
+    info = None
+    if case.structure is not None:
+        keys, causal, window = case.structure
+        info = MaskInfo(_keys(keys, case.k_length, device), causal, window, keys if keys in ("right", "left") else None)  # type: ignore[arg-type]
+    return q, k, v, mask, info
+
+
+def _keys(kind: str, k_length: int, device: torch.device) -> Tensor | None:
+    if kind == "none":
+        return None
+    place, real = torch.arange(k_length), torch.tensor([[k_length], [k_length // 2 + 1]])
+    if kind == "any":
+        return (place % 3 != 1).expand(BATCH, -1).to(device)
+    return ((place < real) if kind == "right" else (place >= k_length - real)).to(device)
+
+
+def _wrong(out: object, want: Tensor, q: Tensor, tolerance: float) -> str | None:
+    if not isinstance(out, Tensor):
+        return f"it returned a {type(out).__name__}, expected a tensor"
+    if out.shape != want.shape or out.dtype != q.dtype or out.device != q.device:
+        return f"it returned {out.dtype} {tuple(out.shape)} on {out.device}, expected {q.dtype} {tuple(want.shape)} on {q.device}"
+    got = out.detach().cpu().double()
+    if not bool(got.isfinite().all()):
+        return "its output is not finite"
+    error = float((got - want).abs().max())
+    return None if error <= tolerance else f"its output is off by {error:.2g}, tolerance {tolerance:.2g}"
+
+
+def _wrong_gradients(
+    out: Tensor, want: Tensor, inputs: tuple[Tensor, ...], exact: list[Tensor], tolerance: float
+) -> str | None:
+    if out.grad_fn is None:
+        return "its output carries no gradient"
+    generator = torch.Generator().manual_seed(7)
+    seed = torch.randn(want.shape, generator=generator, dtype=torch.float64)
+    got = torch.autograd.grad(out, inputs, seed.to(out.device, out.dtype), allow_unused=True)
+    right = torch.autograd.grad(want, exact, seed)
+    for name, mine, theirs in zip("qkv", got, right, strict=True):
+        if mine is None:
+            return f"its gradient of {name} is lost"
+        # A gradient sums over rows, so its rounding scales with its size; the factor is the one flash-attn's own tests need.
+        error, allowed = (
+            float((mine.cpu().double() - theirs).abs().max()),
+            8 * tolerance * max(1.0, float(theirs.abs().max())),
+        )
+        if not error <= allowed:
+            return f"its gradient of {name} is off by {error:.2g}, tolerance {allowed:.2g}"
+    return None
+
+
+def _dim(dims: HeadDims) -> int:
+    usual = [dim for dim in (64, 128, 32, 16, 8) if dims.admits(dim)]
+    return usual[0] if usual else (dims.nearest(0) or 64)
