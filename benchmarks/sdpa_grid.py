@@ -1,0 +1,259 @@
+"""`fast` against each backend alone on one GPU: is the order it tries them in the right one?
+
+    python benchmarks/sdpa_grid.py [--rounds 15] [--out benchmarks/results/sdpa_grid]
+
+One run, one table. For every shape each backend is timed under its own strict policy, torch's default attention by the site's
+reference, and `fast` as an operator would use it; all through `fuseboard.attention`, in rounds that visit every variant once,
+so that drift hits all alike. A time is the median over rounds of (time of N calls) / N by device events. The ratio that
+matters is `fast` over the best single backend; where both run the same kernel it shows the noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import platform
+import statistics
+from collections.abc import Callable
+
+import attrs
+import fuseboard as fb
+import torch
+from torch import Tensor
+
+SITE = fb.Site("benchmark.grid")
+BACKENDS = ("sdpa-flash", "sdpa-efficient", "sdpa-cudnn", "sdpa-math")
+MATH_ELEMENTS = 2**28
+"""The math kernel is timed only where its scores have at most this many elements."""
+
+
+@attrs.frozen
+class Shape:
+    """One attention call of the grid."""
+
+    kind: str
+    batch: int
+    heads: int
+    kv_heads: int
+    q_length: int
+    k_length: int
+    head_dim: int
+    dtype: torch.dtype = torch.bfloat16
+    causal: bool = False
+    mask: str = "none"
+    backward: bool = False
+
+    def __str__(self) -> str:
+        heads = str(self.heads) if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
+        flags = [str(self.dtype).removeprefix("torch.")] if self.dtype != torch.bfloat16 else []
+        flags += ["causal"] if self.causal else []
+        flags += [self.mask] if self.mask != "none" else []
+        return f"{self.kind} {self.batch},{heads},{self.q_length},{self.k_length},{self.head_dim} {' '.join(flags)}".strip()
+
+
+GRID = (
+    Shape("prefill", 2, 24, 24, 4096, 4096, 128),
+    Shape("prefill", 4, 16, 16, 2048, 2048, 128, causal=True),
+    Shape("prefill", 1, 32, 32, 8192, 8192, 64, causal=True),
+    Shape("prefill", 1, 16, 16, 1024, 1024, 64),
+    Shape("prefill", 8, 16, 16, 512, 512, 64, dtype=torch.float16),
+    Shape("prefill", 2, 16, 16, 2048, 2048, 96),
+    Shape("prefill", 2, 16, 16, 2048, 2048, 192),
+    Shape("prefill", 2, 16, 16, 2048, 2048, 256, causal=True),
+    Shape("prefill", 4, 20, 20, 1500, 1500, 80),
+    Shape("prefill", 2, 16, 16, 1024, 1024, 64, dtype=torch.float32),
+    Shape("gqa", 2, 32, 8, 2048, 2048, 128, causal=True),
+    Shape("gqa", 4, 32, 4, 1024, 1024, 64, causal=True),
+    Shape("small", 1, 20, 20, 300, 300, 80),
+    Shape("small", 2, 8, 8, 128, 128, 64),
+    Shape("cross", 2, 8, 8, 4096, 77, 64),
+    Shape("cross", 2, 16, 16, 1024, 300, 128),
+    Shape("decode", 8, 32, 32, 1, 4096, 128),
+    Shape("decode", 1, 32, 8, 1, 8192, 128),
+    Shape("decode", 32, 32, 8, 1, 1024, 128),
+    Shape("decode", 1, 16, 16, 1, 256, 64),
+    Shape("decode", 8, 16, 2, 1, 4096, 256),
+    Shape("mask", 8, 16, 16, 1024, 1024, 64, mask="bool keys"),
+    Shape("mask", 2, 16, 16, 2048, 2048, 128, mask="bool full"),
+    Shape("mask", 2, 16, 16, 1024, 1024, 128, mask="additive"),
+    Shape("mask", 8, 32, 8, 1, 2048, 128, mask="bool keys"),
+    Shape("structure", 8, 16, 16, 2048, 2048, 64, mask="right padding"),
+    Shape("structure", 8, 16, 16, 2048, 2048, 128, mask="left padding causal"),
+    Shape("structure", 1, 16, 16, 8192, 8192, 128, mask="window 512"),
+    Shape("structure", 1, 32, 8, 256, 4096, 128, mask="bottom-right causal"),
+    Shape("structure", 16, 32, 8, 1, 4096, 128, mask="left padding causal"),
+    Shape("training", 4, 16, 16, 2048, 2048, 128, causal=True, backward=True),
+    Shape("training", 2, 16, 16, 1024, 1024, 64, mask="additive", backward=True),
+)
+
+
+def inputs(shape: Shape) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, object]]:
+    """Tensors for a shape, and the keyword arguments of `attention`."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw(heads: int, length: int) -> Tensor:
+        size = (shape.batch, heads, length, shape.head_dim)
+        return torch.randn(size, device="cuda", dtype=shape.dtype, generator=generator).requires_grad_(shape.backward)
+
+    qkv = draw(shape.heads, shape.q_length), draw(shape.kv_heads, shape.k_length), draw(shape.kv_heads, shape.k_length)
+    given: dict[str, object] = {"causal": shape.causal, "enable_gqa": shape.heads != shape.kv_heads}
+    real = torch.linspace(shape.k_length // 4, shape.k_length * 3 // 4, shape.batch, device="cuda").long()[
+        :, None
+    ]  # half real
+    place = torch.arange(shape.k_length, device="cuda")
+    n_q, n_k = shape.q_length, shape.k_length
+    if shape.mask == "bool keys":
+        given["mask"] = (place < real)[:, None, None, :]
+    elif shape.mask == "bool full":
+        given["mask"] = torch.rand(shape.batch, 1, n_q, n_k, device="cuda", generator=generator) < 0.8
+    elif shape.mask == "additive":
+        given["mask"] = torch.randn(1, shape.heads, n_q, n_k, device="cuda", dtype=shape.dtype, generator=generator)
+    elif shape.mask == "right padding":
+        given.update(fb.mask_for(n_q, n_k, keys=place < real, padding="right", padded=True).arguments())
+    elif shape.mask == "left padding causal":
+        given.update(
+            fb.mask_for(n_q, n_k, keys=place >= n_k - real, padding="left", padded=True, causal=True).arguments()
+        )
+    elif shape.mask.startswith("window"):
+        given.update(fb.mask_for(n_q, n_k, causal=True, window=int(shape.mask.split()[1]), device="cuda").arguments())
+    elif shape.mask == "bottom-right causal":
+        given.update(fb.mask_for(n_q, n_k, causal=True, device="cuda").arguments())
+    return qkv, given
+
+
+def timed(call: Callable[[], None], count: int) -> float:
+    """Microseconds a call, over `count` calls."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(count):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1000 / count
+
+
+def measure(shape: Shape, rounds: int) -> dict[str, object]:
+    """Time every variant on one shape."""
+    (q, k, v), given = inputs(shape)
+    grad = torch.randn_like(q) if shape.backward else None
+
+    def variant(policy: fb.Policy) -> Callable[[], None]:
+        bound = fb.bind(policy)
+
+        def call() -> None:
+            with bound:
+                out = fb.attention(q, k, v, site=SITE, **given)
+            if grad is not None:
+                torch.autograd.grad(out, (q, k, v), grad)
+
+        return call
+
+    names = ["fast", "reference", *BACKENDS]
+    if shape.batch * shape.heads * shape.q_length * shape.k_length > MATH_ELEMENTS:
+        names.remove("sdpa-math")
+    calls, refused = {}, {}
+    for name in names:
+        policy = fb.policy_for("auto") if name == "reference" else fb.policy_for(name, name != "fast")
+        try:
+            call = variant(policy)
+            for _ in range(3):
+                call()
+            calls[name] = call
+        except fb.RefusedError as error:
+            refused[name] = "; ".join(str(each) for each in error.refusals if each.backend == name)
+    run = fb.Run()
+    with fb.bind("fast", run=run):
+        fb.attention(q, k, v, site=SITE, **given)
+    once = {name: min(timed(call, 2) for _ in range(3)) for name, call in calls.items()}
+    counts = {name: max(3, min(200, int(3000 / max(time, 1.0)))) for name, time in once.items()}
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for index in range(rounds):
+        order = list(calls) if index % 2 == 0 else list(calls)[::-1]
+        for name in order:
+            times[name].append(timed(calls[name], counts[name]))
+    medians = {name: statistics.median(each) for name, each in times.items()}
+    single = {name: time for name, time in medians.items() if name in BACKENDS}
+    best = min(single, key=lambda name: single[name])
+    ratio = statistics.median([mine / other for mine, other in zip(times["fast"], times[best], strict=True)])
+    return {
+        "shape": str(shape), "fast_used": next(iter(run.report()["attention"]["used"])), "best": best, "us": medians,
+        "fast_over_best": ratio, "fast_over_reference": medians["fast"] / medians["reference"], "refused": refused,
+    }  # fmt: skip
+
+
+def growing() -> dict[str, float]:
+    """Milliseconds a decode step costs when every step has a new key length: what plan building does to a kernel."""
+    cache = torch.randn(1, 8, 2400, 128, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(1, 32, 1, 128, device="cuda", dtype=torch.bfloat16)
+    found = {}
+    for name in ("reference", "fast", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn"):
+        lengths = iter(range(1000, 2400))
+        policy = fb.policy_for("auto") if name == "reference" else fb.policy_for(name, name != "fast")
+
+        def step(policy: fb.Policy = policy, lengths: object = lengths) -> None:
+            length = next(lengths)  # type: ignore[call-overload]
+            with fb.bind(policy):
+                fb.attention(q, cache[:, :, :length], cache[:, :, :length], site=SITE, enable_gqa=True)
+
+        try:
+            timed(step, 3)
+            found[name] = statistics.median(timed(step, 40) for _ in range(5)) / 1000
+        except fb.RefusedError:
+            continue
+    return found
+
+
+def table(rows: list[dict[str, object]], grown: dict[str, float]) -> str:
+    """The results as Markdown."""
+    head = [
+        "shape (b, heads/kv, q, k, d)",
+        "fast used",
+        "fast µs",
+        *BACKENDS,
+        "torch default",
+        "fast / best",
+        "fast / torch",
+    ]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for row in rows:
+        us: dict[str, float] = row["us"]  # type: ignore[assignment]
+        cells = [str(row["shape"]), str(row["fast_used"]), f"{us['fast']:.1f}"]
+        cells += [f"{us[name]:.1f}" if name in us else "—" for name in BACKENDS]
+        cells += [f"{us['reference']:.1f}", f"{row['fast_over_best']:.3f}", f"{row['fast_over_reference']:.2f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", "A growing cache (1, 32/8, 1, k, 128), k new at every step, ms a step: "]
+    lines[-1] += ", ".join(f"{name} {time:.3f}" for name, time in grown.items())
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", type=pathlib.Path, help="write OUT.json and OUT.md")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("sdpa_grid.py needs a CUDA device: it compares CUDA kernels.")
+    rows = []
+    for shape in GRID:
+        rows.append(measure(shape, options.rounds))
+        torch.cuda.empty_cache()
+    grown = growing()
+    facts = {
+        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "cudnn": torch.backends.cudnn.version(),
+        "python": platform.python_version(), "rounds": options.rounds,
+    }  # fmt: skip
+    text = table(rows, grown)
+    print(facts)
+    print(text)
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.with_suffix(".json").write_text(
+            json.dumps({"facts": facts, "rows": rows, "growing_ms": grown}, indent=1) + "\n"
+        )
+        head = ", ".join(f"{key} {value}" for key, value in facts.items())
+        options.out.with_suffix(".md").write_text(f"<!-- generated by benchmarks/sdpa_grid.py -->\n{head}\n\n{text}\n")
+
+
+if __name__ == "__main__":
+    main()

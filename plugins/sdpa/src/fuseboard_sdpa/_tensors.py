@@ -1,0 +1,102 @@
+"""What the kernels need of their inputs: packed and aligned tensors, padded head dimensions, repeated heads, laid-out masks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+__all__ = [
+    "aligned",
+    "binding",
+    "expanded_bias",
+    "needs_grad",
+    "packed",
+    "padded",
+    "repeated",
+    "scale_of",
+    "switched_off",
+]
+
+ALIGNMENT = 16
+"""Bytes. CUTLASS-based kernels load 128 bits at a time, and so want it of pointers and strides."""
+
+
+def binding(name: str) -> Callable[..., object]:
+    """The operator `aten::name` as the cheapest callable this torch has for it.
+
+    The generated binding `torch.name` costs 2 to 10 µs less per call than the overload object, and is not public in every
+    release.
+    """
+    found: Callable[..., object] | None = getattr(torch, name, None)
+    if found is None:
+        found = getattr(torch.ops.aten, name).default
+    return found
+
+
+def packed(tensor: Tensor) -> Tensor:
+    """`tensor`, copied if its last dimension is strided. Kernels read past such rows without a check."""
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """`tensor`, copied unless its last dimension is packed and its pointer and other strides are multiples of 16 bytes."""
+    *outer, last = tensor.stride()
+    size = tensor.element_size()
+    if last == 1 and tensor.data_ptr() % ALIGNMENT == 0 and all(stride * size % ALIGNMENT == 0 for stride in outer):
+        return tensor
+    copy = tensor.contiguous()
+    return copy.clone(memory_format=torch.contiguous_format) if copy.data_ptr() % ALIGNMENT else copy
+
+
+def padded(tensor: Tensor, dim: int) -> Tensor:
+    """`tensor` with its head dimension padded with zeros up to `dim`. Exact, if the scale stays that of the true dimension."""
+    missing = dim - tensor.shape[-1]
+    return F.pad(tensor, (0, missing)) if missing else tensor
+
+
+def scale_of(q: Tensor, scale: float | None) -> float:
+    """The scale as a number, from the true head dimension."""
+    return 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+
+
+def repeated(tensor: Tensor, heads: int) -> Tensor:
+    """Keys or values repeated so that query head i finds its own at i: head i // (heads // kv_heads) of `tensor`."""
+    groups = heads // tensor.shape[1]
+    return tensor if groups == 1 else tensor.repeat_interleave(groups, dim=1)
+
+
+def needs_grad(*tensors: Tensor | None) -> bool:
+    """Whether a backward may follow."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def expanded_bias(mask: Tensor, q: Tensor, k: Tensor, multiple: int = 16) -> Tensor:
+    """An additive mask in q's dtype, `(batch, heads, q_length, k_length)`, whose strides are multiples of `multiple` elements.
+
+    A boolean mask becomes 0 and -inf. Rows are laid out with padded length and sliced, so that a kernel may load whole
+    vectors; axes of size 1 are expanded with stride 0. Differentiable in an additive mask.
+    """
+    batch, heads, n_q, _ = q.shape
+    n_k = k.shape[2]
+    if mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=q.dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+    if mask.shape[3] != n_k:  # an axis of 1 cannot be read with stride 0 along a row
+        mask = mask.expand(-1, -1, -1, n_k)
+    outer = mask.stride()[:3]
+    fits = mask.stride(3) == 1 and all(stride % multiple == 0 for stride in outer) and mask.data_ptr() % ALIGNMENT == 0
+    if not fits:
+        width = -(-n_k // multiple) * multiple
+        mask = F.pad(mask, (0, width - n_k))[..., :n_k] if width != n_k else mask.contiguous()
+        if mask.data_ptr() % ALIGNMENT:
+            mask = F.pad(mask, (0, multiple))[..., :n_k]
+    return mask.expand(batch, heads, n_q, n_k)
+
+
+def switched_off(kernel: str) -> str | None:
+    """A reason when torch's own switch for a kernel is off in this process, which its eligibility checks obey."""
+    on: bool = getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")()
+    return None if on else f"switched off in this process (torch.backends.cuda.enable_{kernel}_sdp)"

@@ -1,0 +1,122 @@
+"""`sdpa-cpu`: torch's flash attention for the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fuseboard import (
+    ALL_LENGTHS,
+    BackendInfo,
+    Call,
+    Constraints,
+    Exactness,
+    HeadDims,
+    MaskInfo,
+    StructureRule,
+    hookimpl,
+)
+from fuseboard_sdpa._tensors import binding, packed, switched_off
+
+_FLASH = 1  # at::SDPBackend::flash_attention
+
+
+@hookimpl
+def info() -> BackendInfo:
+    """What it is."""
+    return BackendInfo("torch's flash attention for the CPU", homepage="https://pytorch.org")
+
+
+@hookimpl
+def constraints() -> Constraints:
+    """What it takes. Lengths of zero kill the process (SIGFPE), so they are refused; shapes are checked by the core."""
+    return Constraints(
+        devices={"cpu"},
+        dtypes={torch.float64, torch.float32, torch.bfloat16, torch.float16},
+        head_dims=HeadDims(),
+        gqa=True,
+        causal=ALL_LENGTHS,
+        masks={"bool", "additive"},
+        mask_fp32=True,
+        causal_and_mask=True,
+        structures=(StructureRule(causal={True}, lengths={"equal"}),),
+        custom_scale=True,
+        backward=True,
+        any_stride=True,
+    )
+
+
+@hookimpl
+def exactness() -> Exactness:
+    """Rounding only."""
+    return Exactness.EXACT
+
+
+@hookimpl
+def rank(call: Call) -> float:
+    """What torch takes by default; with structure instead of a dense mask, half the scores are never computed."""
+    return 0.6 if call.structure is not None and call.structure.causal else 1.0
+
+
+@hookimpl
+def kernel() -> Flash:
+    """The operator."""
+    return Flash()
+
+
+class Flash:
+    """`_scaled_dot_product_flash_attention_for_cpu`."""
+
+    def __init__(self) -> None:
+        self._op: Callable[..., Any] = binding("_scaled_dot_product_flash_attention_for_cpu")
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | None,
+        mask_info: MaskInfo | None,
+        causal: bool,
+        scale: float | None,
+        dropout_p: float,
+    ) -> Tensor:
+        """Call it with only what differs from its defaults: each keyword costs it a tenth of a microsecond."""
+        if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
+            q, k, v = packed(q), packed(k), packed(v)
+        if mask is None and scale is None:
+            # The one structure it takes, bottom-right causal at equal lengths, is the top-left flag.
+            return self._op(q, k, v, 0.0, True)[0] if causal or mask_info is not None else self._op(q, k, v)[0]  # type: ignore[no-any-return]
+        out: Tensor = self._op(
+            q, k, v, dropout_p, causal or mask_info is not None, attn_mask=_additive(mask, q), scale=scale
+        )[0]
+        return out
+
+    def declines(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | None,
+        mask_info: MaskInfo | None,
+        causal: bool,
+        scale: float | None,
+        dropout_p: float,
+    ) -> str | None:
+        """Torch's own choice for the call, asked without running a kernel."""
+        choice = torch._fused_sdp_choice(
+            packed(q), packed(k), packed(v), _additive(mask, q), dropout_p, causal or mask_info is not None,
+            scale=scale, enable_gqa=q.shape[1] != k.shape[1],
+        )  # fmt: skip
+        return None if choice == _FLASH else switched_off("flash") or "torch's own check prefers another kernel"
+
+
+def _additive(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)

@@ -1,0 +1,184 @@
+"""`sdpa-efficient`: the memory-efficient (CUTLASS) kernel as PyTorch ships it for CUDA. The one with dense masks and float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fuseboard import (
+    ALL_LENGTHS,
+    BackendInfo,
+    Call,
+    Constraints,
+    Exactness,
+    Guard,
+    HeadDims,
+    MaskInfo,
+    Sizes,
+    StructureRule,
+    hookimpl,
+)
+from fuseboard_sdpa._tensors import (
+    aligned,
+    binding,
+    expanded_bias,
+    needs_grad,
+    padded,
+    repeated,
+    scale_of,
+    switched_off,
+)
+
+GRID_LIMIT = 65_535
+_BOTTOM_RIGHT = 2  # custom_mask_type of `_efficient_attention_forward`
+
+
+def _mask_fits(call: Call, sizes: Sizes) -> bool:
+    # https://github.com/pytorch/pytorch/issues/187227: offsets into the mask are 32 bits wide, rows beyond read wrong ones.
+    return call.mask == "none" or sizes.q_length * sizes.k_length <= 2**32
+
+
+@hookimpl
+def info() -> BackendInfo:
+    """What it is."""
+    return BackendInfo("memory-efficient attention as PyTorch ships it", homepage="https://pytorch.org")
+
+
+@hookimpl
+def constraints() -> Constraints:
+    """What it takes. Its bottom-right mask is wrong when the queries outnumber the keys (seen: error 3 at 128 by 65)."""
+    return Constraints(
+        devices={"cuda"},
+        capability=((5, 0), (12, 1)),
+        dtypes={torch.float32, torch.float16, torch.bfloat16},
+        head_dims=HeadDims(),
+        v_head_dims=HeadDims(),
+        gqa=True,
+        causal=ALL_LENGTHS,
+        masks={"bool", "additive"},
+        mask_grad=True,
+        causal_and_mask=True,
+        structures=(
+            StructureRule(causal={True}, lengths={"equal", "fewer queries"}),
+            # The backward is not told of the window.
+            StructureRule(causal={True}, window={True}, lengths={"equal", "fewer queries"}, backward=False),
+        ),
+        custom_scale=True,
+        dropout=True,
+        backward=True,
+        any_stride=True,
+        guards=(
+            Guard(
+                "batch",
+                lambda _call, sizes: sizes.batch <= GRID_LIMIT,
+                f"at most {GRID_LIMIT}",
+                lambda sizes: sizes.batch,
+                "split the batch",
+            ),
+            Guard(
+                "heads",
+                lambda _call, sizes: sizes.heads <= GRID_LIMIT,
+                f"at most {GRID_LIMIT}",
+                lambda sizes: sizes.heads,
+                "split the heads",
+            ),
+            Guard(
+                "mask size",
+                _mask_fits,
+                "queries * keys at most 2**32",
+                lambda sizes: sizes.q_length * sizes.k_length,
+                "pass mask_info",
+            ),
+        ),
+    )
+
+
+@hookimpl
+def exactness() -> Exactness:
+    """Rounding only."""
+    return Exactness.EXACT
+
+
+@hookimpl
+def rank(call: Call) -> float:
+    """Measured: see benchmarks/results."""
+    if call.structure is not None and not call.structure.is_open:
+        return 0.8
+    return 1.0 if call.dtype == torch.float32 or call.mask != "none" else 2.0
+
+
+@hookimpl
+def kernel() -> Efficient:
+    """The operators."""
+    return Efficient()
+
+
+class Efficient:
+    """`_scaled_dot_product_efficient_attention`, and `_efficient_attention_forward` for bottom-right structures."""
+
+    def __init__(self) -> None:
+        self._op: Callable[..., Any] = binding("_scaled_dot_product_efficient_attention")
+        self._forward: Callable[..., Any] = torch.ops.aten._efficient_attention_forward.default
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | None,
+        mask_info: MaskInfo | None,
+        causal: bool,
+        scale: float | None,
+        dropout_p: float,
+    ) -> Tensor:
+        """Repeat shared heads, pad, align, lay the mask out, and call the operator for the structure."""
+        v_dim, number = v.shape[3], scale_of(q, scale)
+        q, k, v = self._prepared(q, k, v)
+        keep = needs_grad(q, k, v, mask)  # backward reads the row sums, which are otherwise not kept
+        if mask_info is not None and (q.shape[2] != k.shape[2] or mask_info.window is not None):
+            out: Tensor = self._forward(
+                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, None, None, None, None, dropout_p, _BOTTOM_RIGHT,
+                keep, scale=number, window_size=mask_info.window,
+            )[0].transpose(1, 2)  # fmt: skip
+        else:
+            bias = None if mask is None else expanded_bias(mask, q, k)
+            out = self._op(q, k, v, bias, keep, dropout_p, causal or mask_info is not None, scale=number)[0]
+        return out[..., :v_dim] if out.shape[3] != v_dim else out
+
+    def declines(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | None,
+        mask_info: MaskInfo | None,
+        causal: bool,
+        scale: float | None,
+        dropout_p: float,
+    ) -> str | None:
+        """Torch's own eligibility check."""
+        q, k, v = self._prepared(q, k, v)
+        bias = None if mask is None else expanded_bias(mask, q, k)
+        params = torch.backends.cuda.SDPAParams(q, k, v, bias, dropout_p, causal or mask_info is not None, False)
+        with torch.cuda.device(q.device):  # the check asks about the current device
+            able: bool = torch.backends.cuda.can_use_efficient_attention(params, False)
+        return (
+            None
+            if able
+            else switched_off("mem_efficient") or "torch's own check for memory-efficient attention says no"
+        )
+
+    def _prepared(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        multiple = 16 // q.element_size()  # 16 bytes
+        dim, v_dim = (-(-each.shape[3] // multiple) * multiple for each in (q, v))
+        heads = q.shape[1]
+        return (
+            aligned(padded(q, dim)),
+            aligned(repeated(padded(k, dim), heads)),
+            aligned(repeated(padded(v, v_dim), heads)),
+        )

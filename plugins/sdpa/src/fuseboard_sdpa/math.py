@@ -1,0 +1,83 @@
+"""`sdpa-math`: torch's attention by its definition, matrix products and a softmax. Slow, and takes nearly everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fuseboard import ALL_LENGTHS, BackendInfo, Constraints, Exactness, HeadDims, MaskInfo, hookimpl
+from fuseboard_sdpa._tensors import binding
+
+
+@hookimpl
+def info() -> BackendInfo:
+    """What it is."""
+    return BackendInfo("torch's attention by its definition", homepage="https://pytorch.org")
+
+
+@hookimpl
+def constraints() -> Constraints:
+    """What it takes. The operator adds a boolean mask as numbers and raises for one beside the causal flag."""
+    return Constraints(
+        devices={"cpu", "cuda"},
+        dtypes={torch.float64, torch.float32, torch.bfloat16, torch.float16},
+        head_dims=HeadDims(),
+        v_head_dims=HeadDims(),
+        gqa=True,
+        causal=ALL_LENGTHS,
+        masks={"bool", "additive"},
+        mask_fp32=True,
+        mask_grad=True,
+        custom_scale=True,
+        dropout=True,
+        backward=True,
+        any_stride=True,
+    )
+
+
+@hookimpl
+def exactness() -> Exactness:
+    """Rounding only; half precision is computed in float32."""
+    return Exactness.EXACT
+
+
+@hookimpl
+def rank() -> float:
+    """The score matrix goes through memory several times."""
+    return 4.0
+
+
+@hookimpl
+def kernel() -> Math:
+    """The operator."""
+    return Math()
+
+
+class Math:
+    """`_scaled_dot_product_attention_math`, a composite: every part of it is differentiable."""
+
+    def __init__(self) -> None:
+        self._op: Callable[..., Any] = binding("_scaled_dot_product_attention_math")
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | None,
+        mask_info: MaskInfo | None,
+        causal: bool,
+        scale: float | None,
+        dropout_p: float,
+    ) -> Tensor:
+        """Call it; the structure is never claimed, so `mask_info` is None."""
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
+        out: Tensor = self._op(
+            q, k, v, mask, dropout_p, causal, None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )[0]
+        return out
