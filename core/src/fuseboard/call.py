@@ -190,7 +190,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def _wrapped(q: Tensor) -> str | None:
-    if torch._C._functorch.peek_interpreter_stack() is not None:  # type: ignore[attr-defined]
+    if torch._C._functorch.peek_interpreter_stack() is not None:
         return "a functorch transform"
     if torch.autograd.forward_ad._current_level >= 0:
         return "forward-mode AD"

@@ -22,6 +22,14 @@ __all__ = ["ALL_LENGTHS", "Constraints", "Guard", "HeadDims", "KnownBad", "Refus
 ALL_LENGTHS: frozenset[Lengths] = frozenset({"equal", "fewer queries", "more queries"})
 
 
+def _set(values: Iterable[Any]) -> frozenset[Any]:
+    return frozenset(values)
+
+
+def _tuple(values: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(values)
+
+
 @attrs.frozen
 class Refusal:
     """Which limit refused what.
@@ -56,7 +64,7 @@ class HeadDims:
     low: int = 1
     high: int | None = None
     multiple: int = 1
-    only: frozenset[int] = attrs.field(default=frozenset(), converter=frozenset)
+    only: frozenset[int] = attrs.field(default=frozenset(), converter=_set)
 
     def admits(self, dim: int) -> bool:
         """Whether `dim` is one of them."""
@@ -90,10 +98,10 @@ class StructureRule:
         backward: Whether a gradient may be asked for.
     """
 
-    keys: frozenset[Keys] = attrs.field(default=frozenset({"none"}), converter=frozenset)
-    causal: frozenset[bool] = attrs.field(default=frozenset({False, True}), converter=frozenset)
-    window: frozenset[bool] = attrs.field(default=frozenset({False}), converter=frozenset)
-    lengths: frozenset[Lengths] = attrs.field(default=ALL_LENGTHS, converter=frozenset)
+    keys: frozenset[Keys] = attrs.field(default=frozenset({"none"}), converter=_set)
+    causal: frozenset[bool] = attrs.field(default=frozenset({False, True}), converter=_set)
+    window: frozenset[bool] = attrs.field(default=frozenset({False}), converter=_set)
+    lengths: frozenset[Lengths] = attrs.field(default=ALL_LENGTHS, converter=_set)
     backward: bool = True
 
     def admits(self, call: Call) -> bool:
@@ -189,27 +197,27 @@ class Constraints:
         guards: Limits on exact sizes.
     """
 
-    devices: frozenset[str] = attrs.field(converter=frozenset)
-    dtypes: frozenset[torch.dtype] = attrs.field(converter=frozenset)
+    devices: frozenset[str] = attrs.field(converter=_set)
+    dtypes: frozenset[torch.dtype] = attrs.field(converter=_set)
     capability: tuple[tuple[int, int], tuple[int, int]] | None = None
     head_dims: HeadDims = HeadDims()
     v_head_dims: HeadDims | None = None
     gqa: bool = False
-    queries: frozenset[Literal["one", "many"]] = attrs.field(default=frozenset({"one", "many"}), converter=frozenset)
-    lengths: frozenset[Lengths] = attrs.field(default=ALL_LENGTHS, converter=frozenset)
-    causal: frozenset[Lengths] = attrs.field(default=frozenset(), converter=frozenset)
-    masks: frozenset[MaskKind] = attrs.field(default=frozenset(), converter=frozenset)
+    queries: frozenset[Literal["one", "many"]] = attrs.field(default=frozenset({"one", "many"}), converter=_set)
+    lengths: frozenset[Lengths] = attrs.field(default=ALL_LENGTHS, converter=_set)
+    causal: frozenset[Lengths] = attrs.field(default=frozenset(), converter=_set)
+    masks: frozenset[MaskKind] = attrs.field(default=frozenset(), converter=_set)
     mask_fp32: bool = False
     mask_grad: bool = False
     causal_and_mask: bool = False
-    structures: tuple[StructureRule, ...] = attrs.field(default=(), converter=tuple)
+    structures: tuple[StructureRule, ...] = attrs.field(default=(), converter=_tuple)
     custom_scale: bool = False
     dropout: bool = False
     backward: bool = False
     empty: bool = False
     any_stride: bool = False
-    wrapped: frozenset[str] = attrs.field(default=frozenset(), converter=frozenset)
-    guards: tuple[Guard, ...] = attrs.field(default=(), converter=tuple)
+    wrapped: frozenset[str] = attrs.field(default=frozenset(), converter=_set)
+    guards: tuple[Guard, ...] = attrs.field(default=(), converter=_tuple)
 
 
 def admit(constraints: Constraints, backend: str, call: Call) -> tuple[Form, tuple[Refusal, ...]]:

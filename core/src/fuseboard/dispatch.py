@@ -35,7 +35,7 @@ TRIAL_BYTES = 64 * 1024 * 1024
 """A backend's first call of a kind is made on inputs that could be restored, up to this many bytes of them."""
 
 _autocast = torch._C._is_any_autocast_enabled
-_transform = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
+_transform = torch._C._functorch.peek_interpreter_stack
 _grad = torch.is_grad_enabled
 
 _settings = settings.read()

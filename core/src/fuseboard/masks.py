@@ -300,7 +300,7 @@ def check_mask_info(mask: Tensor | None, info: MaskInfo, q_length: int, k_length
         return
     seen = info.dense(q_length, k_length, device)
     full = to_4d(mask)
-    full, seen = torch.broadcast_tensors(full, seen)
+    full, seen = torch.broadcast_tensors(full, seen)  # type: ignore[no-untyped-call]
     if full.dtype == torch.bool:
         wrong = full != seen
     else:

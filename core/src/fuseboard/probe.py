@@ -158,7 +158,7 @@ _TERM = re.compile(r"\s*(>=|<=|==|!=|>|<)\s*([0-9][^\s,]*)\s*")
 
 def _in_range(version: str, wanted: str) -> bool:
     """Whether a version lies in a range such as `>=2.6,<3`; an empty range holds all. TorchVersion compares by PEP 440."""
-    have = TorchVersion(version.split("+")[0])
+    have = TorchVersion(version.split("+", maxsplit=1)[0])
     for term in filter(None, (each.strip() for each in wanted.split(","))):
         match = _TERM.fullmatch(term)
         if match is None:

@@ -19,8 +19,13 @@ __all__ = ["Counter", "Run"]
 class Counted(Protocol):
     """What a Run counts: how a call was answered. A `chain.Route`."""
 
-    backend_name: str
-    skipped: tuple[tuple[str, str], ...]
+    @property
+    def backend_name(self) -> str:
+        """Who answered."""
+
+    @property
+    def skipped(self) -> tuple[tuple[str, str], ...]:
+        """`(backend, reason)` of those passed over."""
 
 
 class Counter:
