@@ -15,6 +15,7 @@ import json
 import pathlib
 import platform
 import statistics
+import time
 from collections.abc import Callable
 
 import attrs
@@ -24,6 +25,7 @@ from torch import Tensor
 
 SITE = fb.Site("benchmark.grid")
 BACKENDS = ("sdpa-flash", "sdpa-efficient", "sdpa-cudnn", "sdpa-math")
+STEADY_CALLS, STEADY_SECONDS = 10_000, 3.0
 MATH_ELEMENTS = 2**28
 """The math kernel is timed only where its scores have at most this many elements."""
 
@@ -162,6 +164,13 @@ def measure(shape: Shape, rounds: int) -> dict[str, object]:
             calls[name] = call
         except fb.RefusedError as error:
             refused[name] = "; ".join(str(each) for each in error.refusals if each.backend == name)
+    # Steady state: a backend that prepares something for each size asks to be taken only after some calls.
+    start, warm = time.perf_counter(), 0
+    while warm < STEADY_CALLS and time.perf_counter() - start < STEADY_SECONDS:
+        calls["fast"]()
+        warm += 1
+        if warm % 100 == 0:
+            torch.cuda.synchronize()
     run = fb.Run()
     with fb.bind("fast", run=run):
         fb.attention(q, k, v, site=SITE, **given)

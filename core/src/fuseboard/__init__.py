@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fuseboard.backend import BackendInfo as BackendInfo
     from fuseboard.backend import Exactness as Exactness
     from fuseboard.backend import Kernel as Kernel
+    from fuseboard.backend import Later as Later
     from fuseboard.call import Call as Call
     from fuseboard.call import Sizes as Sizes
     from fuseboard.constraints import ALL_LENGTHS as ALL_LENGTHS
@@ -63,7 +64,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _WHERE = {
-    "backend": ("BackendInfo", "Exactness", "Kernel"),
+    "backend": ("BackendInfo", "Exactness", "Kernel", "Later"),
     "call": ("Call", "Sizes"),
     "constraints": ("ALL_LENGTHS", "Constraints", "Guard", "HeadDims", "KnownBad", "Refusal", "StructureRule"),
     "context": ("bind", "bind_process", "steps"),

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import attrs
 
+from fuseboard.constraints import version_terms
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from fuseboard.constraints import Constraints, KnownBad
     from fuseboard.masks import MaskInfo
 
-__all__ = ["Backend", "BackendInfo", "Exactness", "Kernel"]
+__all__ = ["Backend", "BackendInfo", "Exactness", "Kernel", "Later"]
 
 DEFAULT_TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-3, "bfloat16": 1.6e-2}
 """Largest absolute error against float64 that a self-test accepts, inputs drawn from N(0, 1); half precision is the
@@ -32,6 +34,14 @@ class Exactness(enum.Enum):
     """Anything more: quantised scores, sparse keys. Never used where a site refuses it."""
 
 
+def _valid_requires(_instance: object, _attribute: object, requires: Mapping[str, str]) -> None:
+    if not isinstance(requires, Mapping):
+        msg = f"requires is {requires!r}; expected version ranges by distribution, such as {{'flash-attn': '>=2.6'}}."
+        raise TypeError(msg)
+    for versions in requires.values():
+        version_terms(versions)
+
+
 @attrs.frozen
 class BackendInfo:
     """What a backend is.
@@ -43,16 +53,34 @@ class BackendInfo:
     """
 
     summary: str
-    requires: Mapping[str, str] = attrs.field(factory=dict)
+    requires: Mapping[str, str] = attrs.field(factory=dict, validator=_valid_requires)
     homepage: str = ""
+
+
+@attrs.frozen
+class Later:
+    """A kernel's answer to `declines`: able, but not worth it before such calls have been made this often.
+
+    For kernels that prepare something for each combination of sizes (a plan, a compilation). A cache that grows by one key a
+    step never repeats its sizes, and would pay the preparation at every step. With `calls` = preparation / gain per call, no
+    more is ever lost than twice what the best choice in hindsight would have cost: the ski rental rule
+    (https://en.wikipedia.org/wiki/Ski_rental_problem). A policy that names the backend does not wait.
+
+    Attributes:
+        reason: What is prepared, in words.
+        calls: How many calls of these sizes others answer first; at least 1.
+    """
+
+    reason: str
+    calls: int = attrs.field(validator=attrs.validators.ge(1))
 
 
 class Kernel(Protocol):
     """What the hook `kernel` returns. Called outside pluggy, with inputs that the declared constraints admit.
 
-    May have a method `declines(q, k, v, *, mask, mask_info, causal, scale, dropout_p) -> str | None`: asked once per
-    combination of shapes, strides and flags, before the first such call, it returns a reason to refuse or None. That is the
-    place for a package's own eligibility check.
+    May have a method `declines(q, k, v, *, mask, mask_info, causal, scale, dropout_p) -> str | Later | None`: asked once
+    per combination of shapes, strides and flags, before the first such call, it gives a reason to refuse, or asks to be
+    taken later, or None. That is the place for a package's own eligibility check.
     """
 
     def __call__(
@@ -73,7 +101,8 @@ class Kernel(Protocol):
             q: Queries.
             k: Keys.
             v: Values.
-            mask: Boolean (True = attend) or additive, rank 4, each axis 1 or full; None where `mask_info` stands for it.
+            mask: Boolean (True = attend) or additive, rank 4, each axis 1 or full; None where `mask_info` stands for
+                it.
             mask_info: The structure, only when the constraints claim it.
             causal: Top-left, torch's `is_causal`.
             scale: None for 1 / sqrt(head_dim).

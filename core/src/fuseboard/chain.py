@@ -1,19 +1,20 @@
 """The chain for one (site, Call): the backends to try in order, every refusal kept, the reference last.
 
-`Chain.route` walks it for exact sizes and gives a `Route`: the link that answers, and what was skipped on the way. Routes are
-remembered per combination of sizes (`Table.routes`), so that the walk is made once.
+`Chain.route` walks it for exact sizes and gives a `Route`: the link that answers, and what was skipped on the way.
+Routes are remembered per combination of sizes (`Table.routes`), so that the walk is made once.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+import weakref
+from collections.abc import Callable, Collection, Hashable
 from typing import TYPE_CHECKING, Any
 
 import attrs
 from torch import Tensor
 
-from fuseboard.backend import Backend, Exactness, Kernel
+from fuseboard.backend import Backend, Exactness, Kernel, Later
 from fuseboard.call import Call, Sizes
 from fuseboard.constraints import Refusal, admit, guard, known_bad_for
 from fuseboard.errors import RefusedError
@@ -30,6 +31,9 @@ __all__ = ["Chain", "Link", "Route", "Table"]
 REFERENCE = "reference"
 """What reports call the site's reference."""
 
+RECHECK = 256
+"""A kernel that has declined a combination of sizes is asked again after so many calls of it."""
+
 MAX_ROUTES = 4096
 """Combinations of sizes that a table remembers; past that it starts anew. A decode of 4096 tokens makes as many."""
 
@@ -42,8 +46,8 @@ class Link:
         backend: Which.
         form: How it would be given the call's mask.
         refusals: Limits that keep it from ever answering this kind of call; empty for a candidate.
-        wanted: Whether the policy would have used it, so that passing it over is a fallback: it is the policy's own choice, or
-            it looks able to run on the device.
+        wanted: Whether the policy would have used it, so that passing it over is a fallback: it is the policy's own
+            choice, or it looks able to run on the device.
     """
 
     backend: Backend
@@ -64,6 +68,7 @@ class Route:
         structure: What the call's `mask_info` asks, for the form `structure`.
         link: None for the reference.
         keep: Whether it may be remembered.
+        until: After so many calls the chain is walked again, because a better link asked to be taken later; 0 for never.
     """
 
     backend_name: str
@@ -73,6 +78,7 @@ class Route:
     structure: Structure | None = None
     link: Link | None = None
     keep: bool = True
+    until: int = 0
 
 
 class Table:
@@ -82,15 +88,19 @@ class Table:
         policy: The one that holds at this site.
         reference: The route of a site that is not swapped; None when backends are tried.
         routes: Combination of sizes and flags to the route. Read without a lock.
+        due: Combinations at which no link may ask to be taken later any more.
     """
 
-    __slots__ = ("__weakref__", "chains", "policy", "reference", "routes", "site")
+    __slots__ = ("__weakref__", "_left", "chains", "due", "policy", "reference", "routes", "site")
 
     def __init__(self, policy: Policy, site: Site) -> None:
         self.policy = policy.for_site(site.name)
-        self.site = site
+        # The site holds this table: a proxy, so that a site that is dropped is gone at once, and its name free.
+        self.site: Site = weakref.proxy(site)
         self.chains: dict[Call, Chain] = {}
         self.routes: dict[Hashable, Route] = {}
+        self.due: set[Hashable] = set()
+        self._left: dict[Hashable, int] = {}
         self.reference = Route(REFERENCE) if self.policy.name == "auto" or not site.swappable else None
         registry = self.policy.registry
         with registry.lock:
@@ -107,12 +117,22 @@ class Table:
         """Answer such calls by `route` from now on."""
         if route.keep:
             if len(self.routes) >= MAX_ROUTES:
-                self.routes.clear()
+                self.forget_routes()
+                self.due.clear()
             self.routes[key] = route
+
+    def count_down(self, key: Hashable, route: Route) -> None:
+        """Count a call answered by a route that holds for a while. Two threads at once may count one: it is an estimate."""
+        left = self._left.get(key, route.until) - 1
+        self._left[key] = left
+        if left <= 0:
+            self.due.add(key)
+            self.routes.pop(key, None)
 
     def forget_routes(self) -> None:
         """Walk the chains again: a backend was marked broken."""
         self.routes.clear()
+        self._left.clear()
 
 
 class Chain:
@@ -170,19 +190,31 @@ class Chain:
 
     def problems(self, link: Link, sizes: Sizes) -> tuple[tuple[Refusal, ...], Verdict | None]:
         """Why a link cannot answer calls of these sizes, without its kernel's own say: refusals, and the verdict if it was asked."""
-        if link.refusals:
-            return link.refusals, None
+        refusals = link.refusals or self._broken(link) or guard(link.backend.constraints, link.backend.name, self.call, sizes)
+        return (refusals, None) if refusals else self._probed(link)
+
+    def reasons(self, link: Link, sizes: Sizes) -> tuple[tuple[Refusal, ...], Verdict | None]:
+        """As `problems`, but every reason there is, for a person who asks: the probe is made whatever else refuses.
+
+        But for a backend of another device, of which nothing need be imported to know.
+        """
         name = link.backend.name
-        broken = self.registry.broken.get((name, self.call))
-        if broken is not None:
-            return (Refusal(name, "broken", broken, "", None, f"broke ({broken})"),), None
-        refusals = guard(link.backend.constraints, name, self.call, sizes)
-        if refusals:
+        refusals = (*link.refusals, *self._broken(link), *guard(link.backend.constraints, name, self.call, sizes))
+        if any(each.rule in ("device", "capability") for each in refusals):
             return refusals, None
+        probed, answer = self._probed(link)
+        return (*refusals, *probed), answer
+
+    def _broken(self, link: Link) -> tuple[Refusal, ...]:
+        why = self.registry.broken.get((link.backend.name, self.call))
+        return () if why is None else (Refusal(link.backend.name, "broken", why, "", None, f"broke ({why})"),)
+
+    def _probed(self, link: Link) -> tuple[tuple[Refusal, ...], Verdict]:
         answer = verdict(self.registry, link.backend, self.call.device)
-        if not answer.ok:
-            return (Refusal(name, answer.stage, answer.reason, "", None, f"cannot run: {answer.reason}"),), answer
-        return (), answer
+        if answer.ok:
+            return (), answer
+        why = f"cannot run: {answer.reason}"
+        return (Refusal(link.backend.name, answer.stage, answer.reason, "", None, why),), answer
 
     def route(
         self,
@@ -197,6 +229,8 @@ class Chain:
         dropout_p: float,
         mask_info: MaskInfo | None,
         declined: dict[str, str] | None = None,
+        fresh: Collection[str] = (),
+        due: bool = True,
     ) -> Route:
         """The first link that takes calls of these sizes. Probes a backend when its turn comes, not before.
 
@@ -211,13 +245,15 @@ class Chain:
             dropout_p: Likewise.
             mask_info: Likewise.
             declined: Backends whose kernel has just declined this very call, and why.
+            fresh: Backends that have just broken, of which the caller tells itself.
+            due: Whether a kernel that asks to be taken later is taken now.
 
         Raises:
             RefusedError: The policy is strict and its backend cannot answer.
         """
         skipped: list[tuple[str, str]] = []
         refused: list[Refusal] = []
-        keep = not declined
+        keep, until = not declined, 0
         if self._at_fault is not None:
             if self.policy.strict:
                 raise self.refusal([self._at_fault])
@@ -238,23 +274,28 @@ class Chain:
                     dropout_p=dropout_p,
                     mask_info=mask_info,
                 )
+                if isinstance(said, Later):
+                    if not due and self.policy.backend_name != name:
+                        until = min(until or said.calls, said.calls)
+                        continue  # it will answer, in a while: no fallback
+                    said = None
                 if said is None:
-                    return self._route(link, answer.kernel, tuple(skipped), keep=keep)
-                # What a kernel says may rest on state of the process, so that it is asked again next time.
-                keep = False
+                    return self._route(link, answer.kernel, tuple(skipped), keep=keep, until=until)
+                # What a kernel says may rest on state of the process, so that it is asked again after a while.
+                until = min(until or RECHECK, RECHECK)
                 refusals = (Refusal(name, "declined", said, "", None, said),)
             if answer is not None and answer.stage == "capture":
                 keep = False
             refused += refusals
             if self.policy.strict and self.policy.backend_name == name:
-                raise self.refusal(refused)
+                raise self.refusal([*self.reasons(link, sizes)[0], *(each for each in refusals if each.rule == "declined")])
             if link.wanted and (answer is None or answer.installed or self.policy.backend_name == name):
                 reason = "; ".join(each.reason for each in refusals)
                 skipped.append((name, reason))
-                self._log(name, reason, refusals)
+                self._log(name, reason, refusals, fresh)
         if self.policy.strict:
             raise self.refusal(refused)
-        return self._route(None, None, tuple(skipped), keep=keep)
+        return self._route(None, None, tuple(skipped), keep=keep, until=until)
 
     def refusal(self, refused: list[Refusal]) -> RefusedError:
         """The error of a strict policy, with every reason."""
@@ -271,33 +312,47 @@ class Chain:
     def declines(
         self, link: Link, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool,
         scale: float | None, dropout_p: float, mask_info: MaskInfo | None,
-    ) -> str | None:  # fmt: skip
-        """What the kernel's own check says about this very call: a reason, or None."""
-        asks: Callable[..., str | None] | None = getattr(kernel, "declines", None)
+    ) -> str | Later | None:  # fmt: skip
+        """What the kernel's own check says about this very call: a reason, a wish to be taken later, or None."""
+        asks: Callable[..., str | Later | None] | None = getattr(kernel, "declines", None)
         if asks is None:
             return None
         given_mask, given_info = in_form(link.form, self.call.structure, mask, mask_info, q, k)
         try:
-            return asks(q, k, v, mask=given_mask, mask_info=given_info, causal=causal, scale=scale, dropout_p=dropout_p)
+            said = asks(q, k, v, mask=given_mask, mask_info=given_info, causal=causal, scale=scale, dropout_p=dropout_p)
         except Exception as error:  # noqa: BLE001 - a check that fails cannot vouch for the call
             return f"its check failed ({first_line(error)})"
+        if said is None or isinstance(said, (str, Later)):
+            return said
+        return f"its check gave {said!r}, expected a reason or None"
 
     def _route(
-        self, link: Link | None, kernel: Kernel | None, skipped: tuple[tuple[str, str], ...], *, keep: bool
+        self,
+        link: Link | None,
+        kernel: Kernel | None,
+        skipped: tuple[tuple[str, str], ...],
+        *,
+        keep: bool,
+        until: int,
     ) -> Route:
         # Equal routes are one object, so that a Run's counters do not grow with the sizes seen.
-        key = (link, kernel, skipped, keep)
+        key = (link, kernel, skipped, keep, until)
         if key not in self._routes:
             route = (
-                Route(REFERENCE, skipped, keep=keep)
+                Route(REFERENCE, skipped, keep=keep, until=until)
                 if link is None
-                else Route(link.backend.name, skipped, kernel, link.form, self.call.structure, link, keep)
+                else Route(link.backend.name, skipped, kernel, link.form, self.call.structure, link, keep, until)
             )
             self._routes.setdefault(key, route)
         return self._routes[key]
 
-    def _log(self, name: str, reason: str, refusals: tuple[Refusal, ...]) -> None:
-        if any(each.rule == "broken" for each in refusals):
-            return  # said, louder, when it broke
+    def _log(self, name: str, reason: str, refusals: tuple[Refusal, ...], fresh: Collection[str]) -> None:
+        if name in fresh:
+            return  # said, louder, by whoever saw it break
+        broken = [each.actual for each in refusals if each.rule == "broken"]
+        if broken:
+            message = f"{name} is not used at site {self.site.name!r}: it broke at such calls before ({broken[0]})."
+            self.registry.log_once(logging.WARNING, self.site.name, name, broken[0], message)
+            return
         message = f"{name} does not answer at site {self.site.name!r} ({reason}). See fuseboard.explain."
         self.registry.log_once(logging.INFO, self.site.name, name, reason, message)

@@ -1,8 +1,8 @@
 """`attention`: the one call that engines make, and the road of that call.
 
-Nothing bound: one context variable is read and the site's reference answers. Otherwise a key is made of everything that can
-change a decision; a key seen before has its route, and the kernel is called. The rest of this module is for keys not seen
-before, for kernels that raise, and for autocast.
+Nothing bound: one context variable is read and the site's reference answers. Otherwise a key is made of everything that
+can change a decision; a key seen before has its route, and the kernel is called. The rest of this module is for keys
+not seen before, for kernels that raise, and for autocast.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def attention(
         k: Keys, `(batch, kv_heads, k_length, head_dim)`, in q's dtype and on its device.
         v: Values, `(batch, kv_heads, k_length, v_head_dim)`, likewise.
         site: Where in the engine this is.
-        mask: Boolean (True = attend), or additive in q's dtype or float32; broadcastable to `(batch, heads, q_length, k_length)`
-            from the right, so that rank 3 means per head.
+        mask: Boolean (True = attend), or additive in q's dtype or float32; broadcastable to `(batch, heads, q_length,
+            k_length)` from the right, so that rank 3 means per head.
         causal: Top-left, torch's `is_causal`: query i sees key j when j <= i. For the KV-cache case use `mask_info`.
         scale: Of the scores; None for 1 / sqrt(head_dim).
         enable_gqa: Allow fewer key heads: query head i uses key head i // (heads // kv_heads).
@@ -122,24 +122,24 @@ def _bound(
     # Everything that can change the decision. What is equal here was looked at before and is answered alike.
     try:
         key: Hashable = (
-            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
+            q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
             type(q), forward_ad._current_level, _transform() is None, causal, scale, enable_gqa, dropout_p,
             _grad() and (q.requires_grad or k.requires_grad or v.requires_grad),
-            None if mask is None else (mask.shape, mask.stride(), mask.dtype, mask.device, _grad() and mask.requires_grad),
+            None if mask is None
+            else (mask.shape, mask.stride(), mask.dtype, mask.device, _grad() and mask.requires_grad),
             None if mask_info is None else mask_info.signature,
         )  # fmt: skip
         route = table.routes.get(key)
-    except (
-        AttributeError,
-        RuntimeError,
-        TypeError,
-    ):  # not tensors, or of a layout without strides: `describe` says it better
+    except (AttributeError, RuntimeError, TypeError):  # no tensors, or without strides: `describe` says it better
         key = None
     if route is None:
         request = _Request(
             binding, table, q, k, v, site, mask, causal, scale, enable_gqa, dropout_p, mask_info, reference
         )
         return request.answer(key)
+    if route.until:
+        table.count_down(key, route)
     kernel = route.kernel
     if kernel is None:
         out = (
@@ -176,7 +176,7 @@ def _versions(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int] | None:
 
 
 def _eagerly(*arguments: Any) -> Tensor:
-    """Reached while torch.compile traces: break the graph here and select outside it, where context variables can be read."""
+    """Reached while torch.compile traces: break the graph, and select outside it, where context variables can be read."""
     import torch._dynamo  # noqa: PLC0415 - loaded already, since it is tracing; half a second otherwise
 
     answer: Tensor = torch._dynamo.disable(_bound)(*arguments)  # type: ignore[no-untyped-call]
@@ -250,7 +250,7 @@ class _Request:
     def answer(self, key: Hashable) -> Tensor:
         """Try links until one answers; remember which did."""
         while True:
-            route = self._route()
+            route = self._route(due=key is None or key in self.table.due)
             if route.kernel is None or route.link is None:
                 out = self._reference()
                 break
@@ -304,16 +304,17 @@ class _Request:
         changed = self._restore(before, snapshots or {})
         if changed:
             msg = (
-                f"{name} raised at site {self.site.name!r} ({first_line(error)}) after it had written into {' and '.join(changed)}, "
-                f"so that no other backend can answer this call. It is not used for such calls again: repeat from the inputs."
+                f"{name} raised at site {self.site.name!r} ({first_line(error)}) after it had written into "
+                f"{' and '.join(changed)}, so that no other backend can answer this call. "
+                "It is not used for such calls again: repeat from the inputs."
             )
             raise InputChangedError(name, changed, msg) from error
 
-    def _route(self) -> Route:
+    def _route(self, *, due: bool) -> Route:
         try:
             route = self.chain.route(
                 self.sizes, self.q, self.k, self.v, mask=self.mask, causal=self.causal, scale=self.scale,
-                dropout_p=self.dropout_p, mask_info=self.mask_info, declined=self.declined,
+                dropout_p=self.dropout_p, mask_info=self.mask_info, declined=self.declined, due=due,
             )  # fmt: skip
         except RefusedError as error:
             self._log("no other may")

@@ -11,7 +11,7 @@ import attrs
 from torch import Tensor
 
 from fuseboard import context
-from fuseboard.backend import Exactness
+from fuseboard.backend import Later
 from fuseboard.call import Call, describe
 from fuseboard.chain import REFERENCE, Table
 from fuseboard.constraints import Refusal, guard
@@ -34,12 +34,14 @@ class Candidate:
         exactness: `exact` or `approximate` for such a call.
         rank: Estimated time relative to torch's default attention; infinite when the plugin does not say.
         refusals: Every reason why it cannot answer; empty when it can.
+        later: Its wish to be taken only after so many calls of these sizes, or None.
     """
 
     name: str
     exactness: str
     rank: float
     refusals: tuple[Refusal, ...]
+    later: Later | None = None
 
 
 @attrs.frozen
@@ -79,6 +81,7 @@ class Explanation:
                     "name": each.name,
                     "exactness": each.exactness,
                     "rank": each.rank if each.rank < float("inf") else None,
+                    "later": attrs.asdict(each.later) if each.later is not None else None,
                     "refusals": [attrs.asdict(refusal) for refusal in each.refusals],
                 }
                 for each in self.candidates
@@ -97,6 +100,8 @@ class Explanation:
         for each in self.candidates:
             mark = "->" if each.name == self.chosen else "  "
             state = "refuses" if each.refusals else "can answer"
+            if each.later is not None:
+                state = f"answers after {each.later.calls} calls of these sizes ({each.later.reason})"
             rank = f", rank {each.rank:.3g}" if each.rank < float("inf") else ""
             lines.append(f"{mark} {each.name} ({each.exactness}{rank}): {state}")
             lines += [f"       {refusal}" for refusal in each.refusals]
@@ -158,17 +163,22 @@ def explain(
         broken = registry.broken.get((backend.name, call))
         refusals += [Refusal(backend.name, "broken", broken, "", None, "broke")] if broken is not None else []
         refusals += guard(backend.constraints, backend.name, call, sizes)
-        answer = verdict(registry, backend, call.device)
-        refusals += (
-            [Refusal(backend.name, answer.stage, answer.reason, "", None, "cannot run")] if not answer.ok else []
+        later = None
+        if not any(
+            each.rule in ("device", "capability") for each in refusals
+        ):  # said already: nothing need be imported
+            answer = verdict(registry, backend, call.device)
+            if answer.kernel is None:
+                refusals.append(Refusal(backend.name, answer.stage, answer.reason, "", None, "cannot run"))
+            elif not refusals:
+                said = chain.declines(link, answer.kernel, q, k, v, **arguments)
+                if isinstance(said, Later):
+                    later = said
+                elif said is not None:
+                    refusals.append(Refusal(backend.name, "declined", said, "", None, said))
+        candidates.append(
+            Candidate(backend.name, backend.exactness(call).value, backend.rank(call), tuple(refusals), later)
         )
-        if not refusals and answer.kernel is not None:
-            declined = chain.declines(link, answer.kernel, q, k, v, **arguments)
-            refusals += (
-                [Refusal(backend.name, "declined", declined, "", None, declined)] if declined is not None else []
-            )
-        exactness: Exactness = backend.exactness(call)
-        candidates.append(Candidate(backend.name, exactness.value, backend.rank(call), tuple(refusals)))
     why_reference = None
     if table.policy.name == "auto":
         why_reference = "policy 'auto' always takes the reference; what follows would hold under 'fast'"
@@ -177,7 +187,7 @@ def explain(
     chosen: str | None = REFERENCE
     if why_reference is None:
         try:
-            chosen = chain.route(sizes, q, k, v, **arguments).backend_name
+            chosen = chain.route(sizes, q, k, v, **arguments, due=False).backend_name
         except RefusedError:
             chosen = None
     return Explanation(

@@ -1,7 +1,7 @@
 """The structure behind a mask, and lossless ways from one form of mask to another.
 
-Fused kernels take structure (lengths, causal, window), not dense masks. An engine that builds its mask from a structure says
-so with `MaskInfo`; `mask_for` builds both from one description, so that they cannot disagree.
+Fused kernels take structure (lengths, causal, window), not dense masks. An engine that builds its mask from a structure
+says so with `MaskInfo`; `mask_for` builds both from one description, so that they cannot disagree.
 
 Alignment, once and for all. With `n_q` queries and `n_k` keys:
 
@@ -11,7 +11,8 @@ Alignment, once and for all. With `n_q` queries and `n_k` keys:
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Callable, Hashable
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import attrs
 import torch
@@ -32,6 +33,7 @@ __all__ = [
     "to_additive",
 ]
 
+T = TypeVar("T")
 Padding: TypeAlias = Literal["right", "left"]
 Keys: TypeAlias = Literal["none", "any", "right", "left"]
 Form: TypeAlias = Literal["plain", "dense", "structure"]
@@ -42,12 +44,12 @@ Form: TypeAlias = Literal["plain", "dense", "structure"]
 class Structure:
     """What a `MaskInfo` asks of a kernel at given lengths, without its tensor: part of a `Call`, so hashable.
 
-    Parts that hide nothing at these lengths are already gone: one query is never held back by bottom-right causality, nor by
-    a window at least as long as the keys.
+    Parts that hide nothing at these lengths are already gone: one query is never held back by bottom-right causality,
+    nor by a window at least as long as the keys.
 
     Attributes:
-        keys: `none` when all keys are real, else how the real ones lie: in one run from the first key (`right` padding), in
-            one run up to the last (`left` padding), or `any`.
+        keys: `none` when all keys are real, else how the real ones lie: in one run from the first key (`right`
+            padding), in one run up to the last (`left` padding), or `any`.
         causal: Bottom-right causality.
         window: A left bound on what a query sees.
     """
@@ -83,7 +85,7 @@ def _valid_window(_instance: object, _attribute: object, window: int | None) -> 
     if window is None:
         return
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-        msg = f"MaskInfo.window is {window!r}; expected an int of at least 1, the number of keys that a query sees, or None."
+        msg = f"MaskInfo.window is {window!r}; expected an int of at least 1, the number of keys seen, or None."
         raise InputError("mask_info", msg)
 
 
@@ -102,16 +104,16 @@ def _valid_padding(instance: MaskInfo, _attribute: object, padding: str | None) 
 class MaskInfo:
     """The structure that a dense mask was built from. Its parts hide keys together: a key is seen if no part hides it.
 
-    The reference ignores it and uses the dense mask. A backend may use it *instead* of the dense mask, reads only real keys,
-    and gives zeros for a query that sees none.
+    The reference ignores it and uses the dense mask. A backend may use it *instead* of the dense mask, reads only real
+    keys, and gives zeros for a query that sees none.
 
     Attributes:
         keys: Bool, `(batch, k_length)`, True for a real key; None when all are real. Not to be written afterwards.
         causal: Bottom-right: query `i` sees key `j` when `j <= i + n_k - n_q`.
-        window: Query `i` sees key `j` when `j > i + n_k - n_q - window`; at least 1. With `causal` that is the number of keys
-            seen, the query's own included.
-        padding: `right` or `left` when each row's real keys are one run that starts at the first or ends at the last key; None
-            when they may lie anywhere.
+        window: Query `i` sees key `j` when `j > i + n_k - n_q - window`; at least 1. With `causal` that is the number
+            of keys seen, the query's own included.
+        padding: `right` or `left` when each row's real keys are one run that starts at the first or ends at the last
+            key; None when they may lie anywhere.
 
     Raises:
         InputError: (a `ValueError`) A field means nothing.
@@ -123,7 +125,8 @@ class MaskInfo:
     padding: Padding | None = attrs.field(default=None, validator=_valid_padding)
     # What stands for this object where selections are remembered: everything but the keys' values.
     signature: tuple[object, ...] = attrs.field(init=False, repr=False)
-    _lengths: list[tuple[int, Tensor]] = attrs.field(init=False, factory=list, repr=False)
+    _derived: dict[Hashable, Any] = attrs.field(init=False, factory=dict, repr=False)
+    _reduced: dict[Structure, MaskInfo] = attrs.field(init=False, factory=dict, repr=False)
 
     def __attrs_post_init__(self) -> None:
         keys = None if self.keys is None else (self.keys.shape, self.keys.device)
@@ -138,10 +141,14 @@ class MaskInfo:
         )
 
     def reduced(self, structure: Structure) -> MaskInfo:
-        """This info with only the parts that `structure` still names."""
+        """This info with only the parts that `structure` still names; the same object each time."""
         if self.causal == structure.causal and (self.window is not None) == structure.window:
             return self
-        return attrs.evolve(self, causal=structure.causal, window=self.window if structure.window else None)
+        found: MaskInfo | None = self._derived.get(structure)
+        if found is None:
+            window = self.window if structure.window else None
+            found = self._derived.setdefault(structure, attrs.evolve(self, causal=structure.causal, window=window))
+        return found
 
     def dense(self, q_length: int, k_length: int, device: torch.device) -> Tensor:
         """The boolean mask this describes, True = attend: `(batch or 1, 1, q_length, k_length)`."""
@@ -158,19 +165,29 @@ class MaskInfo:
         return mask
 
     def lengths(self) -> Tensor:
-        """How many real keys each row has: int32, `(batch,)`, on the keys' device. Read without waiting for the device."""
+        """How many real keys each row has: int32, `(batch,)`, on the keys' device. Does not wait for the device."""
         if self.keys is None:
             msg = "MaskInfo.lengths() needs keys."
             raise ValueError(msg)
-        # Every layer of a model asks the same object. Not kept for inference tensors, which have no version to check it
-        # against, nor during a capture, after which the memory belongs to the graph.
-        keep = not self.keys.is_inference() and not _capturing(self.keys)
-        if keep and self._lengths and self._lengths[0][0] == self.keys._version:
-            return self._lengths[0][1]
-        lengths = self.keys.sum(-1, dtype=torch.int32)
-        if keep:
-            self._lengths[:] = [(self.keys._version, lengths)]
-        return lengths
+        keys = self.keys
+        return self.derived("lengths", lambda: keys.sum(-1, dtype=torch.int32))
+
+    def derived(self, name: Hashable, make: Callable[[], T]) -> T:
+        """What a kernel needs to be computed from this info, such as offsets, made once: every layer of a model asks.
+
+        Not kept for inference tensors, which have no version to hold it against, nor during a capture, after which its
+        memory belongs to the graph.
+
+        Args:
+            name: What it is called among all that is derived from this info.
+            make: Computes it.
+        """
+        if self.keys is None or self.keys.is_inference() or _capturing(self.keys):
+            return make()
+        kept: tuple[int, T] | None = self._derived.get(name)
+        if kept is None or kept[0] != self.keys._version:
+            self._derived[name] = kept = (self.keys._version, make())
+        return kept[1]
 
 
 class Masked(NamedTuple):
@@ -210,7 +227,8 @@ def mask_for(
         causal: Bottom-right causality (see the module's text).
         window: How far back a query sees; at least 1.
         padding: Where the padding of `keys` lies. Left out, it is read off `keys`, which waits for the device once.
-        padded: Whether any key is padding: False drops `keys`, True keeps them, None asks the device, which waits for it.
+        padded: Whether any key is padding: False drops `keys`, True keeps them, None asks the device, which waits for
+            it.
         dtype: `torch.bool`, or a floating dtype for an additive mask of 0 and -inf.
         device: Where to build it; default the keys' device, else the CPU.
 
@@ -287,8 +305,8 @@ def in_form(
 def check_mask_info(mask: Tensor | None, info: MaskInfo, q_length: int, k_length: int, device: torch.device) -> None:
     """Raise unless `info` describes `mask`. Reads both, so it waits for the device.
 
-    An additive mask is described when it adds 0 where the structure shows a key and hides the others: with -inf, or, in rows
-    that still see something, with a number as low as its dtype has.
+    An additive mask is described when it adds 0 where the structure shows a key and hides the others: with -inf, or, in
+    rows that still see something, with a number as low as its dtype has.
 
     Raises:
         MaskMismatchError: They differ; the message names the first place.
@@ -309,8 +327,9 @@ def check_mask_info(mask: Tensor | None, info: MaskInfo, q_length: int, k_length
     if bool(wrong.any()):
         place = tuple(int(i) for i in wrong.nonzero()[0])
         msg = (
-            f"mask_info ({info.structure(q_length, k_length)}) does not describe its dense mask: at (batch, head, query, key) = "
-            f"{place} the mask holds {full[place].item()}, and the structure {'shows' if bool(seen[place]) else 'hides'} the key. "
+            f"mask_info ({info.structure(q_length, k_length)}) does not describe its dense mask: "
+            f"at (batch, head, query, key) = {place} the mask holds {full[place].item()}, "
+            f"and the structure {'shows' if bool(seen[place]) else 'hides'} the key. "
             "Build both with mask_for, or drop mask_info."
         )
         raise MaskMismatchError("mask_info", msg)

@@ -1,14 +1,14 @@
 """The self-test: a small grid of real calls against float64, before a backend answers anything.
 
-One shape is not enough. Kernels exist that are right at 64 keys and wrong at 65, right when causal and wrong when not, right
-until the queries outnumber the keys. The grid crosses the lengths that catch those with what the backend claims.
+One shape is not enough. Kernels exist that are right at 64 keys and wrong at 65, right when causal and wrong when not,
+right until the queries outnumber the keys. The grid crosses the lengths that catch those with what the backend claims.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import attrs
 import torch
@@ -20,7 +20,7 @@ from fuseboard.constraints import HeadDims, admit, guard
 from fuseboard.errors import DeclinedError
 from fuseboard.masks import MaskInfo, in_form, to_4d
 
-__all__ = ["Case", "attention_fp64", "cases", "run"]
+__all__ = ["Case", "attention_fp64", "cases", "definition", "distance", "gradients", "malformed", "run"]
 
 LENGTHS = ((1, 77), (65, 65), (64, 128), (128, 65))
 HEADS, SHARED, BATCH = 4, 2, 2
@@ -42,6 +42,7 @@ class Case:
         structure: A structure given in place of a mask: which, or None.
         scale: None for the default.
         backward: Gradients are checked too.
+        mask_grad: Also that of an additive mask.
     """
 
     dtype: torch.dtype
@@ -55,15 +56,48 @@ class Case:
     structure: tuple[str, bool, int | None] | None = None
     scale: float | None = None
     backward: bool = False
+    mask_grad: bool = False
 
     def __str__(self) -> str:
         parts = [str(self.dtype).removeprefix("torch."), f"lengths {self.q_length}x{self.k_length}"]
-        parts += [name for name in ("gqa", "causal", "backward") if getattr(self, name)]
+        parts += [name for name in ("gqa", "causal", "backward", "mask_grad") if getattr(self, name)]
         parts += [f"{self.mask} mask"] if self.mask != "none" else []
         if self.structure is not None:
             keys, causal, window = self.structure
             parts.append(f"structure keys={keys} causal={causal} window={window}")
         return ", ".join(parts)
+
+
+def definition(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    mask_info: MaskInfo | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention by its definition, in q's dtype: softmax(q k^T scale + mask) v, zero in rows that see nothing."""
+    groups = q.shape[1] // max(k.shape[1], 1)
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = q @ k.transpose(-1, -2) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    n_q, n_k = scores.shape[-2:]
+    seen = torch.ones(1, 1, n_q, n_k, dtype=torch.bool, device=q.device)
+    if causal:
+        seen = seen.tril()
+    if mask is not None and mask.dtype == torch.bool:
+        seen = seen & to_4d(mask)
+    elif mask is not None:
+        scores = scores + to_4d(mask).to(scores.dtype)
+        seen = seen & (to_4d(mask) > -torch.inf)
+    if mask_info is not None:
+        seen = seen & mask_info.dense(n_q, n_k, q.device)
+    # A score of -inf must not meet the softmax of a row that sees nothing, nor its gradient: 0 * NaN is NaN.
+    empty = ~seen.any(-1, keepdim=True)
+    weights = scores.masked_fill(~seen, -torch.inf).masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+    return weights @ v
 
 
 def attention_fp64(
@@ -76,51 +110,43 @@ def attention_fp64(
     causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention in float64 by its definition: softmax(q k^T scale + mask) v, rows that see nothing zero. Differentiable."""
-    q, k, v = q.double(), k.double(), v.double()
-    groups = q.shape[1] // max(k.shape[1], 1)
-    if groups > 1:
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    scores = q @ k.transpose(-1, -2) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    n_q, n_k = scores.shape[-2:]
-    seen = torch.ones(1, 1, n_q, n_k, dtype=torch.bool, device=q.device)
-    if causal:
-        seen = seen.tril()
-    if mask is not None and mask.dtype == torch.bool:
-        seen = seen & to_4d(mask)
-    elif mask is not None:
-        scores = scores + to_4d(mask).double()
-        seen = seen & (to_4d(mask) > -torch.inf)
-    if mask_info is not None:
-        seen = seen & mask_info.dense(n_q, n_k, q.device)
-    # A score of -inf must not meet the softmax of a row that sees nothing, nor its gradient: 0 * NaN is NaN.
-    empty = ~seen.any(-1, keepdim=True)
-    weights = scores.masked_fill(~seen, -torch.inf).masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
-    return weights @ v
+    """Attention by its definition in float64: what every backend is held against. Differentiable."""
+    return definition(q.double(), k.double(), v.double(), mask=mask, mask_info=mask_info, causal=causal, scale=scale)
 
 
 def cases(backend: Backend, device: torch.device) -> Iterator[Case]:
-    """The grid for what `backend` claims: every dtype and length, each feature at the lengths that tell most."""
+    """The grid for what `backend` claims: the whole of it in one dtype, a few calls in each other.
+
+    What is wrong in structure is wrong in every dtype, and kernels exist that build a plan of half a second for each case.
+    """
     limits = backend.constraints
     dim = _dim(limits.head_dims)
     v_dim = dim if limits.v_head_dims is None else _dim(limits.v_head_dims)
-    for dtype in sorted(limits.dtypes, key=str):
+    order = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    dtypes = [dtype for dtype in (*order, *sorted(limits.dtypes - {*order}, key=str)) if dtype in limits.dtypes]
+    for place, dtype in enumerate(dtypes):
         if device.type == "mps" and dtype == torch.float64:
             continue
         for n_q, n_k in LENGTHS:
             plain = Case(dtype, n_q, n_k, dim, v_dim)
-            yield plain
-            yield attrs.evolve(plain, gqa=True, scale=0.5)
+            shared = attrs.evolve(plain, gqa=limits.gqa)
+            if place:
+                if n_q == n_k:
+                    yield shared
+                    yield attrs.evolve(shared, backward=True, causal=True)
+                continue
+            yield attrs.evolve(shared, scale=0.5 if limits.custom_scale else None)
             yield attrs.evolve(plain, causal=True)
-            for mask in ("bool", "additive"):
-                yield attrs.evolve(plain, mask=mask, gqa=n_q != n_k)
+            yield attrs.evolve(shared, mask="bool")
+            yield attrs.evolve(plain, mask="additive")
             for keys, causal, window in itertools.product(("none", "right", "left", "any"), (False, True), (None, 20)):
                 if (keys, causal, window) != ("none", False, None):
                     yield attrs.evolve(plain, structure=(keys, causal, window))
-            if n_q > 1:
-                yield attrs.evolve(plain, backward=True, gqa=True)
+            if n_q > 1 and n_q != 64:  # noqa: PLR2004 - equal lengths, and more queries than keys
+                yield attrs.evolve(shared, backward=True)
                 yield attrs.evolve(plain, backward=True, causal=True)
                 yield attrs.evolve(plain, backward=True, mask="additive")
+                yield attrs.evolve(plain, backward=True, mask="additive", mask_grad=True)
                 yield attrs.evolve(plain, backward=True, structure=("none", True, None))
 
 
@@ -159,14 +185,17 @@ def check(backend: Backend, kernel: Kernel, case: Case, device: torch.device) ->
             out = kernel(q, k, v, **given)  # type: ignore[arg-type]
         except DeclinedError:
             return ""
-    exact = [each.detach().cpu().double().requires_grad_(case.backward) for each in (q, k, v)]
+    roots = {"q": q, "k": k, "v": v} | ({"mask": mask} if mask is not None and case.mask_grad else {})
+    exact = {name: each.detach().cpu().double().requires_grad_(case.backward) for name, each in roots.items()}
     host_info = None if info is None else attrs.evolve(info, keys=None if info.keys is None else info.keys.cpu())
-    host_mask = None if mask is None else mask.cpu()
-    want = attention_fp64(*exact, mask=host_mask, mask_info=host_info, causal=case.causal, scale=case.scale)
+    host_mask = exact.get("mask", None if mask is None else mask.cpu())
+    want = attention_fp64(
+        exact["q"], exact["k"], exact["v"], mask=host_mask, mask_info=host_info, causal=case.causal, scale=case.scale
+    )
     tolerance = backend.tolerance(case.dtype)
     problem = _wrong(out, want.detach(), q, tolerance)
     if problem is None and case.backward:
-        problem = _wrong_gradients(out, want, (q, k, v), exact, tolerance)
+        problem = _wrong_gradients(out, want, roots, exact, tolerance)
     changed = [name for name, each in inputs.items() if not torch.equal(each.detach(), before[name])]
     return problem or (f"it wrote into {' and '.join(changed)}" if changed else None)
 
@@ -191,6 +220,7 @@ def _tensors(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor, 
     elif case.mask == "additive":
         mask = draw(1, HEADS, case.q_length, case.k_length)
         mask[..., case.k_length // 2 :: 7] = -torch.inf
+        mask.requires_grad_(case.mask_grad)
     info = None
     if case.structure is not None:
         keys, causal, window = case.structure
@@ -207,35 +237,58 @@ def _keys(kind: str, k_length: int, device: torch.device) -> Tensor | None:
     return ((place < real) if kind == "right" else (place >= k_length - real)).to(device)
 
 
-def _wrong(out: object, want: Tensor, q: Tensor, tolerance: float) -> str | None:
+def malformed(out: object, want: Tensor, q: Tensor) -> str | None:
+    """What is wrong with the kind of a kernel's answer, whatever its numbers; None for nothing."""
     if not isinstance(out, Tensor):
         return f"it returned a {type(out).__name__}, expected a tensor"
     if out.shape != want.shape or out.dtype != q.dtype or out.device != q.device:
-        return f"it returned {out.dtype} {tuple(out.shape)} on {out.device}, expected {q.dtype} {tuple(want.shape)} on {q.device}"
-    got = out.detach().cpu().double()
-    if not bool(got.isfinite().all()):
-        return "its output is not finite"
-    error = float((got - want).abs().max())
+        expected = f"{q.dtype} {tuple(want.shape)} on {q.device}"
+        return f"it returned {out.dtype} {tuple(out.shape)} on {out.device}, expected {expected}"
+    return None if bool(out.detach().isfinite().all()) else "its output is not finite"
+
+
+def distance(got: Tensor, want: Tensor) -> float:
+    """The largest absolute difference from a float64 result."""
+    difference = got.detach().to(want.device).double() - want.detach()
+    return float(difference.abs().max()) if difference.numel() else 0.0
+
+
+def gradients(
+    out: Tensor, want: Tensor, inputs: Mapping[str, Tensor], exact: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor | None, Tensor]]:
+    """Each input's name, its gradient through `out` (None when lost) and the right one, for one random seed."""
+    generator = torch.Generator().manual_seed(7)
+    seed = torch.randn(want.shape, generator=generator, dtype=torch.float64)
+    got = torch.autograd.grad(out, list(inputs.values()), seed.to(out.device, out.dtype), allow_unused=True)
+    right = torch.autograd.grad(want, list(exact.values()), seed.to(want.device))
+    return zip(inputs, got, right, strict=True)
+
+
+def gradient_tolerance(tolerance: float, right: Tensor) -> float:
+    """The error allowed in a gradient: it sums over rows, so its rounding scales with its size.
+
+    The factor is the one flash-attn's own tests need.
+    """
+    return 8 * tolerance * max(1.0, float(right.abs().max()) if right.numel() else 0.0)
+
+
+def _wrong(out: object, want: Tensor, q: Tensor, tolerance: float) -> str | None:
+    problem = malformed(out, want, q)
+    if problem is not None or not isinstance(out, Tensor):
+        return problem
+    error = distance(out, want)
     return None if error <= tolerance else f"its output is off by {error:.2g}, tolerance {tolerance:.2g}"
 
 
 def _wrong_gradients(
-    out: Tensor, want: Tensor, inputs: tuple[Tensor, ...], exact: list[Tensor], tolerance: float
+    out: Tensor, want: Tensor, inputs: Mapping[str, Tensor], exact: Mapping[str, Tensor], tolerance: float
 ) -> str | None:
     if out.grad_fn is None:
         return "its output carries no gradient"
-    generator = torch.Generator().manual_seed(7)
-    seed = torch.randn(want.shape, generator=generator, dtype=torch.float64)
-    got = torch.autograd.grad(out, inputs, seed.to(out.device, out.dtype), allow_unused=True)
-    right = torch.autograd.grad(want, exact, seed)
-    for name, mine, theirs in zip("qkv", got, right, strict=True):
+    for name, mine, theirs in gradients(out, want, inputs, exact):
         if mine is None:
             return f"its gradient of {name} is lost"
-        # A gradient sums over rows, so its rounding scales with its size; the factor is the one flash-attn's own tests need.
-        error, allowed = (
-            float((mine.cpu().double() - theirs).abs().max()),
-            8 * tolerance * max(1.0, float(theirs.abs().max())),
-        )
+        error, allowed = distance(mine, theirs), gradient_tolerance(tolerance, theirs)
         if not error <= allowed:
             return f"its gradient of {name} is off by {error:.2g}, tolerance {allowed:.2g}"
     return None

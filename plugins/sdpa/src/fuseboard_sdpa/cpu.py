@@ -19,7 +19,7 @@ from fuseboard import (
     StructureRule,
     hookimpl,
 )
-from fuseboard_sdpa._tensors import binding, packed, switched_off
+from fuseboard_sdpa._tensors import binding, hidden_as_bias, packed
 
 _FLASH = 1  # at::SDPBackend::flash_attention
 
@@ -113,10 +113,13 @@ class Flash:
             packed(q), packed(k), packed(v), _additive(mask, q), dropout_p, causal or mask_info is not None,
             scale=scale, enable_gqa=q.shape[1] != k.shape[1],
         )  # fmt: skip
-        return None if choice == _FLASH else switched_off("flash") or "torch's own check prefers another kernel"
+        if choice == _FLASH:
+            return None
+        on = torch.backends.cuda.flash_sdp_enabled()  # the switch holds for the CPU as well
+        return "torch's own check prefers another kernel" if on else "switched off in this process (enable_flash_sdp)"
 
 
 def _additive(mask: Tensor | None, q: Tensor) -> Tensor | None:
     if mask is None or mask.dtype != torch.bool:
         return mask
-    return torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
+    return hidden_as_bias(mask, q.dtype)

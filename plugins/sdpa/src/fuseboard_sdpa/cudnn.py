@@ -1,4 +1,8 @@
-"""`sdpa-cudnn`: cuDNN's attention as PyTorch calls it. The fastest for long prefills on Hopper and later, with many conditions."""
+"""`sdpa-cudnn`: cuDNN's attention as PyTorch calls it. The fastest on Hopper, with many conditions and a price for new sizes.
+
+It builds a plan for each combination of sizes, which takes longer than thousands of small calls. It therefore asks to be
+taken only after as many calls of the same sizes as the plan is worth: a cache that grows by one key a step never makes them.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +21,16 @@ from fuseboard import (
     Guard,
     HeadDims,
     KnownBad,
+    Later,
     MaskInfo,
     Sizes,
     StructureRule,
     hookimpl,
 )
-from fuseboard_sdpa._tensors import aligned, binding, expanded_bias, needs_grad, padded, scale_of, switched_off
+from fuseboard_sdpa._limits import GRID, eligible
+from fuseboard_sdpa._tensors import aligned, binding, expanded_bias, needs_grad, padded, ready, scale_of
 
-GRID_LIMIT = 65_535
+_PLAN_SECONDS = 0.04
 
 
 def _version() -> tuple[int, int, int]:
@@ -40,6 +46,13 @@ def _dropout_fits(_call: Call, sizes: Sizes) -> bool:
 def _short_lengths_fit(_call: Call, sizes: Sizes) -> bool:
     # https://github.com/pytorch/pytorch/issues/169849
     return _version() >= (9, 15, 1) or (sizes.q_length % 128 == 0 and sizes.k_length % 128 == 0)
+
+
+def _mask_gradient_fits(call: Call, sizes: Sizes) -> bool:
+    # https://github.com/pytorch/pytorch/issues/196678: NaN in dQ when a length is 64 more than a multiple of 128. Reported
+    # for that remainder; every other is refused with it, until somebody has shown them right.
+    bad = (9, 19, 0) <= _version() < (9, 21, 0) and call.capability == (9, 0) and call.grad and call.mask != "none"
+    return not bad or (sizes.q_length % 128 == 0 and sizes.k_length % 128 == 0)
 
 
 @hookimpl
@@ -66,22 +79,10 @@ def constraints() -> Constraints:
         backward=True,
         any_stride=True,
         guards=(
-            Guard(
-                "batch",
-                lambda _call, sizes: sizes.batch <= GRID_LIMIT,
-                f"at most {GRID_LIMIT}",
-                lambda sizes: sizes.batch,
-                "split the batch",
-            ),
-            Guard(
-                "heads",
-                lambda _call, sizes: sizes.heads <= GRID_LIMIT,
-                f"at most {GRID_LIMIT}",
-                lambda sizes: sizes.heads,
-                "split the heads",
-            ),
+            *GRID,
             Guard("k_length", lambda _call, sizes: sizes.k_length > 1, "at least 2", lambda sizes: sizes.k_length),
             Guard("lengths", _short_lengths_fit, "multiples of 128 before cuDNN 9.15.1", None, "a newer cuDNN"),
+            Guard("lengths", _mask_gradient_fits, "multiples of 128 for a backward with a mask on 9.0", None, "pad"),
             Guard("dropout_p", _dropout_fits, "a multiple of 1/16", lambda sizes: sizes.dropout_p),
         ),
     )
@@ -97,12 +98,6 @@ def exactness() -> Exactness:
 def known_bad() -> Iterator[KnownBad]:
     """Combinations known to be wrong with the cuDNN that this torch has."""
     version = _version()
-    if (9, 19, 0) <= version < (9, 21, 0):
-        yield KnownBad(
-            "NaN in dQ with a mask on compute capability 9.0",
-            "https://github.com/pytorch/pytorch/issues/196678",
-            call=lambda call: call.grad and call.mask != "none" and call.capability == (9, 0),
-        )
     if (9, 19, 0) <= version <= (9, 25, 0) and version != (9, 24, 1):
         yield KnownBad(
             "silent corruption with one query on compute capability 10 and 11",
@@ -113,10 +108,8 @@ def known_bad() -> Iterator[KnownBad]:
 
 @hookimpl
 def rank(call: Call) -> float:
-    """Measured: see benchmarks/results. Every new length makes it build a plan, so a growing cache is not for it."""
-    if call.one_query:
-        return 1.5
-    return 1.0
+    """The fastest on Hopper and later (benchmarks/results), behind flash attention before."""
+    return 1.0 if call.capability is not None and call.capability >= (9, 0) else 1.3
 
 
 @hookimpl
@@ -149,13 +142,14 @@ class Cudnn:
         scale: float | None,
         dropout_p: float,
     ) -> Tensor:
-        """Pad, align, lay the mask out, and call it. Its one structure, bottom-right at equal lengths, is the top-left flag."""
-        v_dim, number = v.shape[3], scale_of(q, scale)
-        q, k, v = self._prepared(q, k, v)
+        """Pad, align, lay the mask out, and call it. Its one structure, causal at equal lengths, is the top-left flag."""
+        v_dim, number = v.shape[3], scale
+        if not ready(q, k, v, 8):
+            number = scale_of(q, scale)
+            q, k, v = self._prepared(q, k, v)
         bias = None if mask is None else expanded_bias(mask, q, k)
-        out: Tensor = self._op(
-            q, k, v, bias, needs_grad(q, k, v), dropout_p, causal or mask_info is not None, scale=number
-        )[0]
+        causal = causal or mask_info is not None
+        out: Tensor = self._op(q, k, v, bias, needs_grad(q, k, v), dropout_p, causal, scale=number)[0]
         return out[..., :v_dim] if out.shape[3] != v_dim else out
 
     def declines(
@@ -169,16 +163,30 @@ class Cudnn:
         causal: bool,
         scale: float | None,
         dropout_p: float,
-    ) -> str | None:
-        """Torch's own eligibility check."""
+    ) -> str | Later | None:
+        """Torch's own eligibility check; then, whether a plan for these very sizes pays yet."""
+        sizes = q.shape, k.shape
         q, k, v = self._prepared(q, k, v)
         bias = None if mask is None else expanded_bias(mask, q, k)
-        gqa = q.shape[1] != k.shape[1]
-        params = torch.backends.cuda.SDPAParams(q, k, v, bias, dropout_p, causal or mask_info is not None, gqa)
-        with torch.cuda.device(q.device):  # the check asks about the current device
-            able: bool = torch.backends.cuda.can_use_cudnn_attention(params, False)
-        return None if able else switched_off("cudnn") or "torch's own check for cuDNN attention says no"
+        causal = causal or mask_info is not None
+        refused = eligible("cudnn", q, k, v, bias, dropout_p, causal, q.shape[1] != k.shape[1])
+        return refused or _worth_a_plan(*sizes, q.element_size(), causal=causal)
 
     def _prepared(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         dim, v_dim = (-(-each.shape[3] // 8) * 8 for each in (q, v))
         return aligned(padded(q, dim)), aligned(padded(k, dim)), aligned(padded(v, v_dim))
+
+
+def _worth_a_plan(q: torch.Size, k: torch.Size, itemsize: int, *, causal: bool) -> Later | None:
+    """After how many calls of one combination of sizes cuDNN's plan has paid for itself.
+
+    A plan takes about 40 ms to build and serves one combination of sizes (measured on an H200, cuDNN 9.19, as are the
+    numbers below). What a call gains over flash attention is half its time when it is bound by arithmetic (300 against 600
+    TFLOP/s), and two fifths when it is bound by reading the keys (2.5 against 4.3 TB/s).
+    """
+    batch, heads, n_q, dim = q
+    flops = 4.0 * batch * heads * n_q * k[2] * dim * (0.5 if causal else 1.0)
+    read = 2.0 * k.numel() * itemsize
+    gain = max(flops / 300e12 - flops / 600e12, read / 2.5e12 - read / 4.3e12)
+    calls = int(_PLAN_SECONDS / max(gain, 1e-9))
+    return Later("it builds a plan for each combination of sizes, about 40 ms", calls) if calls > 1 else None

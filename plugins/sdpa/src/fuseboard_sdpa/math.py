@@ -1,4 +1,4 @@
-"""`sdpa-math`: torch's attention by its definition, matrix products and a softmax. Slow, and takes nearly everything."""
+"""`sdpa-math`: torch's attention by its definition: matrix products and a softmax. Slow, and takes nearly everything."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fuseboard import ALL_LENGTHS, BackendInfo, Constraints, Exactness, HeadDims, MaskInfo, hookimpl
-from fuseboard_sdpa._tensors import binding
+from fuseboard_sdpa._tensors import binding, hidden_as_bias
 
 
 @hookimpl
@@ -47,7 +47,7 @@ def exactness() -> Exactness:
 @hookimpl
 def rank() -> float:
     """The score matrix goes through memory several times."""
-    return 4.0
+    return 10.0
 
 
 @hookimpl
@@ -76,7 +76,7 @@ class Math:
     ) -> Tensor:
         """Call it; the structure is never claimed, so `mask_info` is None."""
         if mask is not None and mask.dtype == torch.bool:
-            mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
+            mask = hidden_as_bias(mask, q.dtype)
         out: Tensor = self._op(
             q, k, v, mask, dropout_p, causal, None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )[0]
