@@ -61,9 +61,9 @@ class BackendInfo:
 class Later:
     """A kernel's answer to `declines`: able, but not worth it before such calls have been made this often.
 
-    For kernels that prepare something for each combination of sizes (a plan, a compilation). A cache that grows by one key a
-    step never repeats its sizes, and would pay the preparation at every step. With `calls` = preparation / gain per call, no
-    more is ever lost than twice what the best choice in hindsight would have cost: the ski rental rule
+    For kernels that prepare something for each combination of sizes (a plan, a compilation). A cache that grows by one
+    key a step never repeats its sizes, and would pay the preparation at every step. With `calls` = preparation / gain
+    per call, no more is ever lost than twice what the best choice in hindsight would have cost: the ski rental rule
     (https://en.wikipedia.org/wiki/Ski_rental_problem). A policy that names the backend does not wait.
 
     Attributes:
@@ -78,9 +78,9 @@ class Later:
 class Kernel(Protocol):
     """What the hook `kernel` returns. Called outside pluggy, with inputs that the declared constraints admit.
 
-    May have a method `declines(q, k, v, *, mask, mask_info, causal, scale, dropout_p) -> str | Later | None`: asked once
-    per combination of shapes, strides and flags, before the first such call, it gives a reason to refuse, or asks to be
-    taken later, or None. That is the place for a package's own eligibility check.
+    May have a method `declines(q, k, v, *, mask, mask_info, causal, scale, dropout_p) -> str | Later | None`: asked
+    once per combination of shapes, strides and flags, before the first such call, it gives a reason to refuse, or asks
+    to be taken later, or None. That is the place for a package's own eligibility check.
     """
 
     def __call__(

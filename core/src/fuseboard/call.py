@@ -1,12 +1,14 @@
 """What one call of `attention` looks like: `describe` checks the inputs and says so without reading a tensor.
 
-A `Call` holds kinds, not sizes, and is hashable: a decode loop, whose keys grow by one each step, makes the same Call every
-time and so selects once. `Sizes` holds the exact numbers, for limits that depend on them.
+A `Call` holds kinds, not sizes, and is hashable: a decode loop, whose keys grow by one each step, makes the same Call
+every time and so selects once. `Sizes` holds the exact numbers, for limits that depend on them.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+import numbers
 from typing import Literal, TypeAlias
 
 import attrs
@@ -50,7 +52,7 @@ class Call:
         dropout: `dropout_p > 0`.
         grad: Some input needs a gradient, the mask included.
         packed_last: The last dimension of q, k and v is contiguous.
-        wrapped: What makes q no plain tensor (a functorch transform, forward-mode AD, a subclass, a layout); None if it is one.
+        wrapped: What makes q no plain tensor (a functorch transform, forward-mode AD, a subclass); None if it is one.
     """
 
     device_type: str
@@ -153,8 +155,8 @@ def describe(
     mask_grad = mask is not None and mask.requires_grad and torch.is_grad_enabled()
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or mask_grad)
     n_q, n_k = sizes.q_length, sizes.k_length
-    # A gradient flows into the dense mask only, so then the structure cannot stand in for it; and a structure says nothing
-    # of the separate top-left flag, which only ever joins a dense mask.
+    # A gradient flows into the dense mask only, so then the structure cannot stand in for it; and a structure says
+    # nothing of the separate top-left flag, which only ever joins a dense mask.
     structure = mask_info.structure(n_q, n_k) if mask_info is not None and not mask_grad and not causal else None
     if mask is None and mask_info is not None and structure is None:
         kind = "bool"  # the board writes the dense mask out
@@ -196,15 +198,21 @@ def _wrapped(q: Tensor) -> str | None:
         return "forward-mode AD"
     if type(q) not in (Tensor, torch.nn.Parameter):
         return f"a {type(q).__name__}"
-    if q.layout != torch.strided:
-        return f"layout {q.layout}"
     return None
 
 
-def _check_qkv(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool, mask: Tensor | None, dropout_p: float) -> Sizes:
+def _check_qkv(  # noqa: C901, PLR0912 - a flat list of checks reads better than one cut in two
+    q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool, mask: Tensor | None, dropout_p: float
+) -> Sizes:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
-            msg = f"{name} is a {type(tensor).__name__}; expected a torch.Tensor of shape (batch, heads, length, head_dim)."
+            msg = f"{name} is a {type(tensor).__name__}; expected a torch.Tensor, (batch, heads, length, head_dim)."
+            raise InputError(name, msg)
+        if tensor.is_nested:
+            msg = f"{name} is a nested tensor; expected a plain one with a mask, or mask_info, for its lengths."
+            raise InputError(name, msg)
+        if tensor.layout != torch.strided:
+            msg = f"{name} has layout {tensor.layout}; attention takes dense tensors."
             raise InputError(name, msg)
         if tensor.dim() != 4:  # noqa: PLR2004
             msg = f"{name} has shape {tuple(tensor.shape)}; expected four dimensions, (batch, heads, length, head_dim)."
@@ -229,7 +237,7 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool, mask: Tenso
         raise InputError("v", msg)
     if heads != kv_heads:
         if not enable_gqa:
-            msg = f"q has {heads} heads and k {kv_heads}; pass enable_gqa=True if key heads are shared, else give them equal heads."
+            msg = f"q has {heads} heads and k {kv_heads}; pass enable_gqa=True if key heads are shared."
             raise InputError("enable_gqa", msg)
         if kv_heads == 0 or heads % kv_heads:
             msg = f"q has {heads} heads and k {kv_heads}; with enable_gqa the first must be a multiple of the second."
@@ -249,10 +257,11 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool, mask: Tenso
 
 
 def _check_numbers(scale: float | None, dropout_p: float) -> None:
-    if scale is not None and (isinstance(scale, Tensor) or not -float("inf") < float(scale) < float("inf")):
+    # A tensor would have to be read, which waits for the device.
+    if scale is not None and (not isinstance(scale, numbers.Real) or not -math.inf < float(scale) < math.inf):
         msg = f"scale is {scale!r}; expected a finite number, or None for 1 / sqrt(head_dim)."
         raise InputError("scale", msg)
-    if isinstance(dropout_p, Tensor) or not 0.0 <= dropout_p < 1.0:
+    if not isinstance(dropout_p, numbers.Real) or not 0.0 <= float(dropout_p) < 1.0:
         msg = f"dropout_p is {dropout_p!r}; expected a probability of at least 0 and below 1."
         raise InputError("dropout_p", msg)
 
@@ -268,7 +277,8 @@ def _check_mask(mask: Tensor | None, q: Tensor, sizes: Sizes) -> None:
         raise InputError("mask", msg)
     # float32 beside any q is torch's own rule; integers are never added as numbers.
     if mask.dtype not in (torch.bool, torch.float32, q.dtype):
-        msg = f"mask has dtype {mask.dtype} and q {q.dtype}; expected torch.bool (True = attend), or additive in {q.dtype} or float32."
+        allowed = f"torch.bool (True = attend), or additive in {q.dtype} or torch.float32"
+        msg = f"mask has dtype {mask.dtype} and q {q.dtype}; expected {allowed}."
         raise InputError("mask", msg)
     want = (sizes.batch, sizes.heads, sizes.q_length, sizes.k_length)
     wrong = [axis for axis in range(1, mask.dim() + 1) if axis > 4 or mask.shape[-axis] not in (1, want[-axis])]  # noqa: PLR2004
@@ -280,9 +290,12 @@ def _check_mask(mask: Tensor | None, q: Tensor, sizes: Sizes) -> None:
             if axis <= 4  # noqa: PLR2004
             else f"{mask.dim()} dimensions, expected at most 4"
         )
-        hint = " A mask of rank 3 is read as (heads, q_length, k_length); for one per row give (batch, 1, q_length, k_length)."
+        hint = (
+            " Rank 3 is read as (heads, q_length, k_length); for one mask per row give (batch, 1, q_length, k_length)."
+        )
         msg = (
-            f"mask has shape {tuple(mask.shape)} and does not broadcast to (batch, heads, q_length, k_length) = {want}: {detail}."
+            f"mask has shape {tuple(mask.shape)} and does not broadcast to "
+            f"(batch, heads, q_length, k_length) = {want}: {detail}."
             f"{hint if mask.dim() == 3 else ''}"  # noqa: PLR2004
         )
         raise InputError("mask", msg)
@@ -295,7 +308,8 @@ def _check_mask_info(info: MaskInfo, q: Tensor, sizes: Sizes) -> None:
     if info.keys is None:
         return
     if tuple(info.keys.shape) != (sizes.batch, sizes.k_length):
-        msg = f"mask_info.keys has shape {tuple(info.keys.shape)}; expected (batch, k_length) = {(sizes.batch, sizes.k_length)}."
+        want = (sizes.batch, sizes.k_length)
+        msg = f"mask_info.keys has shape {tuple(info.keys.shape)}; expected (batch, k_length) = {want}."
         raise InputError("mask_info", msg)
     if info.keys.device != q.device:
         msg = f"mask_info.keys is on {info.keys.device} and q on {q.device}; move it to q's device."

@@ -68,7 +68,7 @@ class Route:
         structure: What the call's `mask_info` asks, for the form `structure`.
         link: None for the reference.
         keep: Whether it may be remembered.
-        until: After so many calls the chain is walked again, because a better link asked to be taken later; 0 for never.
+        until: After so many calls the chain is walked again, as a better link asked to be taken later; 0 for never.
     """
 
     backend_name: str
@@ -122,7 +122,7 @@ class Table:
             self.routes[key] = route
 
     def count_down(self, key: Hashable, route: Route) -> None:
-        """Count a call answered by a route that holds for a while. Two threads at once may count one: it is an estimate."""
+        """Count a call answered by a route that holds for a while. Two threads at once may count one."""
         left = self._left.get(key, route.until) - 1
         self._left[key] = left
         if left <= 0:
@@ -189,8 +189,10 @@ class Chain:
         return Refusal(named, "plugin", why, "", None, "its plugin is at fault")
 
     def problems(self, link: Link, sizes: Sizes) -> tuple[tuple[Refusal, ...], Verdict | None]:
-        """Why a link cannot answer calls of these sizes, without its kernel's own say: refusals, and the verdict if it was asked."""
-        refusals = link.refusals or self._broken(link) or guard(link.backend.constraints, link.backend.name, self.call, sizes)
+        """Why a link cannot answer calls of these sizes, its kernel not asked; and the verdict where it was."""
+        refusals = (
+            link.refusals or self._broken(link) or guard(link.backend.constraints, link.backend.name, self.call, sizes)
+        )
         return (refusals, None) if refusals else self._probed(link)
 
     def reasons(self, link: Link, sizes: Sizes) -> tuple[tuple[Refusal, ...], Verdict | None]:
@@ -216,7 +218,7 @@ class Chain:
         why = f"cannot run: {answer.reason}"
         return (Refusal(link.backend.name, answer.stage, answer.reason, "", None, why),), answer
 
-    def route(
+    def route(  # noqa: C901 - one walk, one reason to stop after the other
         self,
         sizes: Sizes,
         q: Tensor,
@@ -288,7 +290,9 @@ class Chain:
                 keep = False
             refused += refusals
             if self.policy.strict and self.policy.backend_name == name:
-                raise self.refusal([*self.reasons(link, sizes)[0], *(each for each in refusals if each.rule == "declined")])
+                raise self.refusal(
+                    [*self.reasons(link, sizes)[0], *(each for each in refusals if each.rule == "declined")]
+                )
             if link.wanted and (answer is None or answer.installed or self.policy.backend_name == name):
                 reason = "; ".join(each.reason for each in refusals)
                 skipped.append((name, reason))

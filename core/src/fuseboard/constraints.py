@@ -1,11 +1,12 @@
 """What a backend can take, as data: limits on a `Call`, guards on `Sizes`, and the refusals they give.
 
-To add a limit: one field with its sentence in `Constraints`, and one entry in `_RULES`. The conformance kit makes its cases
-from these fields, so they follow by themselves.
+To add a limit: one field with its sentence in `Constraints`, and one entry in `_RULES`. The conformance kit makes its
+cases from these fields, so they follow by themselves.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -23,7 +24,51 @@ ALL_LENGTHS: frozenset[Lengths] = frozenset({"equal", "fewer queries", "more que
 
 
 def _set(values: Iterable[Any]) -> frozenset[Any]:
+    if isinstance(values, str):  # a set of its letters would refuse everything, quietly
+        msg = f"{values!r} is text; expected a set such as {{{values!r}}}."
+        raise TypeError(msg)
     return frozenset(values)
+
+
+def _among(*allowed: object) -> Any:
+    """A validator: a set of these words and no others. A misspelt one would refuse everything, quietly."""
+    return attrs.validators.deep_iterable(attrs.validators.in_(allowed))
+
+
+def _all_are(kind: type) -> Any:
+    return attrs.validators.deep_iterable(attrs.validators.instance_of(kind))
+
+
+_TERM = re.compile(r"\s*(>=|<=|==|!=|>|<)\s*([0-9][^\s,]*)\s*")
+
+
+def version_terms(wanted: str) -> list[tuple[str, str]]:
+    """The operators and versions of a range such as `>=2.6,<3`; an empty range has none.
+
+    Raises:
+        ValueError: It is no such range.
+    """
+    terms = []
+    for term in filter(None, (each.strip() for each in wanted.split(","))):
+        match = _TERM.fullmatch(term)
+        if match is None:
+            msg = f"version range {wanted!r}: {term!r} is not an operator and a version."
+            raise ValueError(msg)
+        terms.append((match[1], match[2]))
+    return terms
+
+
+def _valid_range(_instance: object, _attribute: object, wanted: str | None) -> None:
+    if wanted is not None:
+        version_terms(wanted)
+
+
+def _valid_capability(_instance: object, _attribute: object, value: Any) -> None:
+    match value:
+        case None | ((int(), int()), (int(), int())):
+            return
+    msg = f"capability is {value!r}; expected ((major, minor), (major, minor)), lowest and highest."
+    raise ValueError(msg)
 
 
 def _tuple(values: Iterable[Any]) -> tuple[Any, ...]:
@@ -61,9 +106,9 @@ class Refusal:
 class HeadDims:
     """The head dimensions a kernel takes: from `low` to `high` in steps of `multiple`, or `only` those listed."""
 
-    low: int = 1
+    low: int = attrs.field(default=1, validator=attrs.validators.ge(1))
     high: int | None = None
-    multiple: int = 1
+    multiple: int = attrs.field(default=1, validator=attrs.validators.ge(1))
     only: frozenset[int] = attrs.field(default=frozenset(), converter=_set)
 
     def admits(self, dim: int) -> bool:
@@ -73,7 +118,7 @@ class HeadDims:
         return dim >= self.low and dim % self.multiple == 0 and (self.high is None or dim <= self.high)
 
     def nearest(self, dim: int) -> int | None:
-        """The smallest admitted dimension above `dim`, to which q, k and v can be padded with zeros; None without one."""
+        """The smallest admitted dimension above `dim`, to which tensors can be padded with zeros; None without one."""
         if self.only:
             return min((each for each in self.only if each > dim), default=None)
         padded = -(-max(dim, self.low) // self.multiple) * self.multiple
@@ -98,10 +143,12 @@ class StructureRule:
         backward: Whether a gradient may be asked for.
     """
 
-    keys: frozenset[Keys] = attrs.field(default=frozenset({"none"}), converter=_set)
+    keys: frozenset[Keys] = attrs.field(
+        default=frozenset({"none"}), converter=_set, validator=_among("none", "any", "right", "left")
+    )
     causal: frozenset[bool] = attrs.field(default=frozenset({False, True}), converter=_set)
     window: frozenset[bool] = attrs.field(default=frozenset({False}), converter=_set)
-    lengths: frozenset[Lengths] = attrs.field(default=ALL_LENGTHS, converter=_set)
+    lengths: frozenset[Lengths] = attrs.field(default=ALL_LENGTHS, converter=_set, validator=_among(*ALL_LENGTHS))
     backward: bool = True
 
     def admits(self, call: Call) -> bool:
@@ -165,7 +212,7 @@ class KnownBad:
     effect: str
     link: str
     package: str | None = None
-    versions: str | None = None
+    versions: str | None = attrs.field(default=None, validator=_valid_range)
     call: Callable[[Call], bool] | None = None
 
 
@@ -199,25 +246,31 @@ class Constraints:
 
     devices: frozenset[str] = attrs.field(converter=_set)
     dtypes: frozenset[torch.dtype] = attrs.field(converter=_set)
-    capability: tuple[tuple[int, int], tuple[int, int]] | None = None
-    head_dims: HeadDims = HeadDims()
-    v_head_dims: HeadDims | None = None
+    capability: tuple[tuple[int, int], tuple[int, int]] | None = attrs.field(default=None, validator=_valid_capability)
+    head_dims: HeadDims = attrs.field(default=HeadDims(), validator=attrs.validators.instance_of(HeadDims))
+    v_head_dims: HeadDims | None = attrs.field(
+        default=None, validator=attrs.validators.optional(attrs.validators.instance_of(HeadDims))
+    )
     gqa: bool = False
-    queries: frozenset[Literal["one", "many"]] = attrs.field(default=frozenset({"one", "many"}), converter=_set)
-    lengths: frozenset[Lengths] = attrs.field(default=ALL_LENGTHS, converter=_set)
-    causal: frozenset[Lengths] = attrs.field(default=frozenset(), converter=_set)
-    masks: frozenset[MaskKind] = attrs.field(default=frozenset(), converter=_set)
+    queries: frozenset[Literal["one", "many"]] = attrs.field(
+        default=frozenset({"one", "many"}), converter=_set, validator=_among("one", "many")
+    )
+    lengths: frozenset[Lengths] = attrs.field(default=ALL_LENGTHS, converter=_set, validator=_among(*ALL_LENGTHS))
+    causal: frozenset[Lengths] = attrs.field(default=frozenset(), converter=_set, validator=_among(*ALL_LENGTHS))
+    masks: frozenset[MaskKind] = attrs.field(
+        default=frozenset(), converter=_set, validator=_among("none", "bool", "additive")
+    )
     mask_fp32: bool = False
     mask_grad: bool = False
     causal_and_mask: bool = False
-    structures: tuple[StructureRule, ...] = attrs.field(default=(), converter=_tuple)
+    structures: tuple[StructureRule, ...] = attrs.field(default=(), converter=_tuple, validator=_all_are(StructureRule))
     custom_scale: bool = False
     dropout: bool = False
     backward: bool = False
     empty: bool = False
     any_stride: bool = False
     wrapped: frozenset[str] = attrs.field(default=frozenset(), converter=_set)
-    guards: tuple[Guard, ...] = attrs.field(default=(), converter=_tuple)
+    guards: tuple[Guard, ...] = attrs.field(default=(), converter=_tuple, validator=_all_are(Guard))
 
 
 def admit(constraints: Constraints, backend: str, call: Call) -> tuple[Form, tuple[Refusal, ...]]:
@@ -244,19 +297,19 @@ def form_for(constraints: Constraints, call: Call) -> Form:
 
 
 def guard(constraints: Constraints, backend: str, call: Call, sizes: Sizes) -> tuple[Refusal, ...]:
-    """Every guard that refuses these sizes."""
-    return tuple(
-        Refusal(
-            backend,
-            each.rule,
-            str(each.actual(sizes)) if each.actual is not None else "not so",
-            each.allowed,
-            each.nearest,
-            f"{each.rule} not {each.allowed}",
-        )
-        for each in constraints.guards
-        if not each.check(call, sizes)
-    )
+    """Every guard that refuses these sizes; one that raises refuses too."""
+    found = (_guarded(each, backend, call, sizes) for each in constraints.guards)
+    return tuple(refusal for refusal in found if refusal is not None)
+
+
+def _guarded(each: Guard, backend: str, call: Call, sizes: Sizes) -> Refusal | None:
+    try:
+        if each.check(call, sizes):
+            return None
+        actual = str(each.actual(sizes)) if each.actual is not None else "not so"
+    except Exception as error:  # noqa: BLE001 - a plugin's function must not harm the call
+        actual = f"unknown, its check raised {type(error).__name__}"
+    return Refusal(backend, each.rule, actual, each.allowed, each.nearest, f"{each.rule} not {each.allowed}")
 
 
 _Found: TypeAlias = tuple[str, str, str, "str | None", str] | None
@@ -417,15 +470,22 @@ def _wrapped(limits: Constraints, call: Call, _form: Form) -> _Found:
 
 
 _RULES = (
-    _device, _capability, _dtype, _head_dim, _v_head_dim, _gqa, _queries, _lengths, _causal, _mask, _mask_dtype, _mask_grad,
-    _causal_and_mask, _scale, _dropout, _backward, _empty, _stride, _wrapped,
+    _device, _capability, _dtype, _head_dim, _v_head_dim, _gqa, _queries, _lengths, _causal, _mask, _mask_dtype,
+    _mask_grad, _causal_and_mask, _scale, _dropout, _backward, _empty, _stride, _wrapped,
 )  # fmt: skip
 
 
 def known_bad_for(entries: Iterable[KnownBad], call: Call, backend: str) -> Iterator[Refusal]:
     """The refusals of the known-bad combinations that apply to this call."""
     for entry in entries:
-        if entry.call is not None and entry.call(call):
+        if entry.call is not None and _concerns(entry.call, call):
             yield Refusal(
                 backend, "known bad", f"{entry.effect}, see {entry.link}", "", None, f"known bad: {entry.effect}"
             )
+
+
+def _concerns(ask: Callable[[Call], bool], call: Call) -> bool:
+    try:
+        return bool(ask(call))
+    except Exception:  # noqa: BLE001 - a plugin's function must not harm the call; the cautious answer is yes
+        return True

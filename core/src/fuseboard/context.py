@@ -1,15 +1,18 @@
 """Which policy and which Run are bound: here, for this block, in this task, or for the whole process. Loads no torch.
 
-One context variable holds both, so that an attention call with nothing bound costs one read. A context variable belongs to a
-thread or an asyncio task, so blocks never see each other's; a *generator* shares its consumer's context, so one that binds and
-then yields would leave its policy bound in the consumer. `steps` is for those: it runs each step in a context of its own.
+One context variable holds both, so that an attention call with nothing bound costs one read. A context variable belongs
+to a thread or an asyncio task, so blocks never see each other's; a *generator* shares its consumer's context, so one
+that binds and then yields would leave its policy bound in the consumer. `steps` is for those: it runs each step in a
+context of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
+import functools
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from fuseboard.policy import Policy, policy_for
@@ -43,7 +46,8 @@ class Binding:
 
 BOUND: contextvars.ContextVar[Binding | None] = contextvars.ContextVar("fuseboard.bound", default=None)
 
-# For threads that have no context of their own: autograd runs backward, and gradient checkpointing re-runs forward, there.
+# For threads that have no context of their own: autograd runs backward, and gradient checkpointing re-runs forward,
+# there.
 process: Binding | None = None
 _process_lock = threading.Lock()
 
@@ -56,8 +60,8 @@ def bound() -> Binding | None:
 class bind:  # noqa: N801 - reads as a statement: `with fb.bind("fast"):`
     """Bind a policy, and optionally a Run, for a block: `with fb.bind("fast", run=run): ...`.
 
-    Holds for the thread or asyncio task that enters it, nests, and may be entered again. Do not `yield` out of the block in a
-    generator that others consume: use `steps`.
+    Holds for the thread or asyncio task that enters it, nests, and may be entered again, by several at once too. Do not
+    `yield` out of the block in a generator that others consume: use `steps`.
 
     Args:
         policy: A `Policy`, its name, or a mapping of site patterns to either (`{"vocoder.*": "auto", "*": "fast"}`).
@@ -78,7 +82,16 @@ class bind:  # noqa: N801 - reads as a statement: `with fb.bind("fast"):`
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        BOUND.reset(self._tokens.pop())
+        # One object may be entered by several threads and tasks at once: a token resets only the context it is of.
+        for token in reversed(self._tokens):
+            try:
+                BOUND.reset(token)
+            except ValueError:
+                continue
+            self._tokens.remove(token)
+            return
+        msg = "a block bound by fuseboard was left in another context than it was entered in; use fuseboard.steps."
+        raise RuntimeError(msg)
 
 
 class ProcessBinding:
@@ -97,7 +110,7 @@ class ProcessBinding:
                 process = None
             self._binding = None
 
-    def __enter__(self) -> ProcessBinding:
+    def __enter__(self) -> ProcessBinding:  # noqa: PYI034 - final in spirit; `Self` needs Python 3.11
         return self
 
     def __exit__(
@@ -107,9 +120,10 @@ class ProcessBinding:
 
 
 def bind_process(policy: Policy | str | Mapping[str, Policy | str], *, run: Run | None = None) -> ProcessBinding:
-    """Bind for every thread of the process that has bound nothing itself; for training, whose backward runs on autograd's threads.
+    """Bind for every thread of the process that has bound nothing itself.
 
-    Takes hold at once. Only one may hold at a time, since two that overlap could not both be undone in order.
+    For training: autograd runs backward, and gradient checkpointing re-runs forward, on threads of its own. Takes hold
+    at once. Only one may hold at a time, since two that overlap could not both be undone in order.
 
     Raises:
         PolicyError: There is no such policy.
@@ -119,7 +133,9 @@ def bind_process(policy: Policy | str | Mapping[str, Policy | str], *, run: Run 
     binding = Binding(policy_for(policy), run)
     with _process_lock:
         if process is not None:
-            msg = f"policy {process.policy} is bound for the process already; close() it before you bind {binding.policy}."
+            msg = (
+                f"policy {process.policy} is bound for the process already; close() it before binding {binding.policy}."
+            )
             raise RuntimeError(msg)
         process = binding
     return ProcessBinding(binding)
@@ -139,10 +155,13 @@ def steps(
     *,
     run: Run | None = None,
 ) -> Generator[T, Any, Any] | AsyncGenerator[T, Any]:
-    """Run every step of a generator with a policy bound, and none of its consumer's code: `for chunk in fb.steps(stream(), "fast"):`.
+    """Run every step of a generator with a policy bound, and none of its consumer's code.
 
-    Between two steps nothing is bound, and the steps may come from different threads. A plain generator's steps share one
-    context of their own, a copy of the context at this call; an async generator's run in the task that asks for them.
+    `for chunk in fb.steps(stream(), "fast"):`
+
+    Between two steps nothing is bound, and the steps may come from different threads. A plain generator's steps share
+    one context of their own, a copy of the context at this call; an async generator's run in the task that asks for
+    them.
 
     Raises:
         PolicyError: There is no such policy.
@@ -183,16 +202,39 @@ class _Steps(Generator[T, Any, Any], Generic[T]):
 
 
 async def _async_steps(inner: AsyncIterator[T], binding: Binding) -> AsyncGenerator[T, Any]:
+    step: Callable[[], Awaitable[T]] = inner.__anext__
     try:
         while True:
-            token = BOUND.set(binding)
             try:
-                item = await anext(inner)
+                item = await _awaited(step, binding)
             except StopAsyncIteration:
                 return
-            finally:
-                BOUND.reset(token)
-            yield item
+            try:
+                sent = yield item
+            except GeneratorExit:
+                raise
+            except BaseException as error:
+                if not isinstance(inner, AsyncGenerator):
+                    raise
+                step = functools.partial(inner.athrow, error)
+            else:
+                step = inner.__anext__ if sent is None else functools.partial(_generator(inner).asend, sent)
     finally:
         if isinstance(inner, AsyncGenerator):
-            await inner.aclose()
+            await _awaited(inner.aclose, binding)
+
+
+async def _awaited(step: Callable[[], Awaitable[T]], binding: Binding) -> T:
+    token = BOUND.set(binding)
+    try:
+        return await step()
+    finally:
+        with contextlib.suppress(ValueError):  # a task that was dropped is closed from elsewhere: its context is gone
+            BOUND.reset(token)
+
+
+def _generator(inner: AsyncIterator[T]) -> AsyncGenerator[T, Any]:
+    if isinstance(inner, AsyncGenerator):
+        return inner
+    msg = f"a {type(inner).__name__} takes no values; only a generator does."
+    raise TypeError(msg)

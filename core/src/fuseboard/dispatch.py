@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 import torch
@@ -92,7 +92,7 @@ def attention(
     return _bound(binding, q, k, v, site, mask, causal, scale, enable_gqa, dropout_p, mask_info)
 
 
-def _bound(
+def _bound(  # noqa: C901, PLR0912 - one road, and a call of its own would cost a tenth of a microsecond
     binding: Binding,
     q: Tensor,
     k: Tensor,
@@ -117,7 +117,7 @@ def _bound(
         if run is not None:
             run.tick(route)
         return out
-    if _autocast() and torch.is_autocast_enabled(q.device.type):
+    if _autocast() and is_lowered(q):
         return _under_autocast(binding, q, k, v, site, mask, causal, scale, enable_gqa, dropout_p, mask_info)
     # Everything that can change the decision. What is equal here was looked at before and is answered alike.
     try:
@@ -154,7 +154,7 @@ def _bound(
         given_mask, given_info = None, None
     else:
         given_mask, given_info = in_form(route.form, route.structure, mask, mask_info, q, k)
-    before = _versions(q, k, v)
+    before = _versions(q, k, v, mask)
     try:
         out = kernel(q, k, v, mask=given_mask, mask_info=given_info, causal=causal, scale=scale, dropout_p=dropout_p)
     except Exception as error:  # noqa: BLE001 - what it means is decided below, where sys.exc_info() is the caller's
@@ -163,20 +163,25 @@ def _bound(
         if run is not None:
             run.tick(route)
         return out
-    request = _Request(binding, table, q, k, v, site, mask, causal, scale, enable_gqa, dropout_p, mask_info, reference)
-    request.failed(route, caught, sys.exc_info()[1], before)
-    return request.answer(key)
+    try:
+        request = _Request(
+            binding, table, q, k, v, site, mask, causal, scale, enable_gqa, dropout_p, mask_info, reference
+        )
+        request.failed(route, caught, sys.exc_info()[1], before)
+        return request.answer(key)
+    finally:
+        del caught  # its traceback holds this frame: the inputs would live until the next garbage collection
 
 
-def _versions(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int] | None:
+def _versions(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[int, int, int, int] | None:
     """Numbers that change when torch writes into a tensor; inference tensors have none."""
     if q.is_inference() or k.is_inference() or v.is_inference():
         return None
-    return q._version, k._version, v._version
+    return q._version, k._version, v._version, 0 if mask is None or mask.is_inference() else mask._version
 
 
 def _eagerly(*arguments: Any) -> Tensor:
-    """Reached while torch.compile traces: break the graph, and select outside it, where context variables can be read."""
+    """Reached while torch.compile traces: break the graph, and select outside it, where context can be read."""
     import torch._dynamo  # noqa: PLC0415 - loaded already, since it is tracing; half a second otherwise
 
     answer: Tensor = torch._dynamo.disable(_bound)(*arguments)  # type: ignore[no-untyped-call]
@@ -203,19 +208,40 @@ def _under_autocast(
     device = q.device.type
     dtype = torch.get_autocast_dtype(device)
 
-    def cast(tensor: Tensor) -> Tensor:
-        lower = tensor.is_floating_point() and tensor.dtype != torch.float64 and tensor.device.type == device
-        return tensor.to(dtype) if lower else tensor
-
     def reference() -> Tensor:
         with torch.autocast(device, dtype=dtype):
             return site.compute(q, k, v, mask, causal, scale, enable_gqa, dropout_p, mask_info)
 
-    low = mask if mask is None else cast(mask)
+    low_q, low_k, low_v, low_mask = lowered(q, k, v, mask)
     with torch.autocast(device, enabled=False):
         return _bound(
-            binding, cast(q), cast(k), cast(v), site, low, causal, scale, enable_gqa, dropout_p, mask_info, reference
-        )  # fmt: skip
+            binding, low_q, low_k, low_v, site, low_mask, causal, scale, enable_gqa, dropout_p, mask_info, reference
+        )
+
+
+def is_lowered(q: Tensor) -> bool:
+    """Whether autocast is on where q is."""
+    return (
+        isinstance(q, Tensor)
+        and torch.amp.is_autocast_available(q.device.type)
+        and torch.is_autocast_enabled(q.device.type)
+    )
+
+
+def lowered(q: Tensor, *others: Tensor | None) -> list[Any]:
+    """The tensors as autocast hands them to torch's attention: floating ones of q's device, but no float64, cast."""
+    device = q.device.type
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(tensor: Any) -> Any:  # what is no tensor is for `describe` to refuse
+        lower = isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
+        return tensor.to(dtype) if lower and tensor.device.type == device else tensor
+
+    return [cast(each) for each in (q, *others)]
+
+
+_Snapshot: TypeAlias = tuple[Tensor, Any]
+"""A copy of an input, and its `grad_fn`."""
 
 
 @attrs.define(eq=False)
@@ -255,7 +281,7 @@ class _Request:
                 out = self._reference()
                 break
             snapshots = self._snapshots() if route.link not in self.chain.proven else {}
-            before = _versions(self.q, self.k, self.v)
+            before = _versions(self.q, self.k, self.v, self.mask)
             try:
                 out = self._call(route.kernel, route)
                 self._check(out)
@@ -264,7 +290,10 @@ class _Request:
             else:
                 self.chain.proven.add(route.link)
                 break
-            self.failed(route, caught, sys.exc_info()[1], before, snapshots)
+            try:
+                self.failed(route, caught, sys.exc_info()[1], before, snapshots)
+            finally:
+                del caught
         if key is not None:
             self.table.remember(key, route)
         if self.binding.run is not None:
@@ -276,8 +305,8 @@ class _Request:
         route: Route,
         error: Exception,
         handled: BaseException | None,
-        before: tuple[int, int, int] | None,
-        snapshots: dict[str, Tensor] | None = None,
+        before: tuple[int, ...] | None,
+        snapshots: dict[str, _Snapshot] | None = None,
     ) -> None:
         """Take in that a route's kernel raised: pass the error up, or see to it that the next link can answer.
 
@@ -291,30 +320,35 @@ class _Request:
         Raises:
             InputChangedError: The inputs are no longer what they were, and cannot be made so.
         """
-        name = route.backend_name
-        if isinstance(error, DeclinedError):
-            self.declined[name] = str(error)
-            self.table.forget_routes()
-        else:
-            if classify(error, handled) is not Meaning.BROKEN:
+        try:
+            declined = isinstance(error, DeclinedError)
+            if not declined and classify(error, handled) is not Meaning.BROKEN:
                 raise error
-            reason = first_line(error)
+            name, reason = route.backend_name, first_line(error)
+            changed = self._restore(before, snapshots or {})
+            if declined and not changed:
+                self.declined[name] = str(error) or "declined"
+                self.table.forget_routes()
+                return
             self.chain.registry.mark_broken(name, self.chain.call, reason)
             self.broke.append((name, reason))
-        changed = self._restore(before, snapshots or {})
-        if changed:
+            if not changed:
+                return
             msg = (
-                f"{name} raised at site {self.site.name!r} ({first_line(error)}) after it had written into "
+                f"{name} raised at site {self.site.name!r} ({reason}) after it had written into "
                 f"{' and '.join(changed)}, so that no other backend can answer this call. "
                 "It is not used for such calls again: repeat from the inputs."
             )
             raise InputChangedError(name, changed, msg) from error
+        finally:
+            del error  # see `_bound`
 
     def _route(self, *, due: bool) -> Route:
         try:
             route = self.chain.route(
                 self.sizes, self.q, self.k, self.v, mask=self.mask, causal=self.causal, scale=self.scale,
                 dropout_p=self.dropout_p, mask_info=self.mask_info, declined=self.declined, due=due,
+                fresh={name for name, _reason in self.broke},
             )  # fmt: skip
         except RefusedError as error:
             self._log("no other may")
@@ -369,30 +403,34 @@ class _Request:
         named = {"q": self.q, "k": self.k, "v": self.v, "mask": self.mask}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
-    def _snapshots(self) -> dict[str, Tensor]:
+    def _snapshots(self) -> dict[str, _Snapshot]:
         inputs = self._inputs()
         if sum(each.numel() * each.element_size() for each in inputs.values()) > TRIAL_BYTES:
             return {}
         if self.q.is_cuda and torch.cuda.is_current_stream_capturing():
             return {}
         with torch.no_grad():
-            return {name: each.detach().clone() for name, each in inputs.items()}
+            return {name: (each.detach().clone(), each.grad_fn) for name, each in inputs.items()}
 
-    def _restore(self, before: tuple[int, int, int] | None, snapshots: dict[str, Tensor]) -> list[str]:
+    def _restore(self, before: tuple[int, ...] | None, snapshots: dict[str, _Snapshot]) -> list[str]:
         """The inputs that were written into and could not be given their values back."""
         lost = []
         if snapshots:
             inputs = self._inputs()
-            for name, copy in snapshots.items():
+            for name, (copy, node) in snapshots.items():
                 try:
                     if not _same(inputs[name], copy):
                         with torch.no_grad():
                             inputs[name].copy_(copy)
-                except RuntimeError:  # an expanded tensor, or a device that answers no more
+                except RuntimeError:  # noqa: PERF203 - an expanded tensor, or a device that answers no more
                     lost.append(name)
+                else:
+                    # Written into with gradients recorded: its values are back, its history is not.
+                    lost += [name] if inputs[name].grad_fn is not node else []
         elif before is not None:
-            after = _versions(self.q, self.k, self.v) or before
-            lost = [name for name, then, now in zip("qkv", before, after, strict=True) if then != now]
+            after = _versions(self.q, self.k, self.v, self.mask) or before
+            names = ("q", "k", "v", "mask")
+            lost = [name for name, then, now in zip(names, before, after, strict=True) if then != now]
         return lost
 
 

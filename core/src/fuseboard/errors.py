@@ -1,7 +1,7 @@
 """The exceptions of fuseboard: one tree, every fact a field.
 
-A message says what was given, what was expected and what to do. Whoever catches one of these can act on its fields without
-reading the text.
+A message says what was given, what was expected and what to do. Whoever catches one of these can act on its fields
+without reading the text.
 """
 
 from __future__ import annotations

@@ -5,20 +5,22 @@ Makes the very Chain that `attention` makes, so it cannot say one thing while th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor
 
 from fuseboard import context
 from fuseboard.backend import Later
 from fuseboard.call import Call, describe
 from fuseboard.chain import REFERENCE, Table
-from fuseboard.constraints import Refusal, guard
+from fuseboard.constraints import Refusal
+from fuseboard.dispatch import is_lowered, lowered
 from fuseboard.errors import RefusedError
 from fuseboard.masks import MaskInfo
 from fuseboard.policy import Policy, policy_for
-from fuseboard.probe import verdict
 from fuseboard.registry import Fault
 from fuseboard.site import Site
 
@@ -123,7 +125,7 @@ def explain(
     enable_gqa: bool = False,
     dropout_p: float = 0.0,
     mask_info: MaskInfo | None = None,
-    policy: Policy | str | None = None,
+    policy: Policy | str | Mapping[str, Policy | str] | None = None,
 ) -> Explanation:
     """Say what `attention` would do with this call, and why, without computing it. Probes every candidate.
 
@@ -138,7 +140,7 @@ def explain(
         enable_gqa: Likewise.
         dropout_p: Likewise.
         mask_info: Likewise.
-        policy: Under which policy; default the bound one, or `auto`.
+        policy: Under which policy; default the bound one, or `auto`. With autocast on, what it would cast is cast.
 
     Raises:
         InputError: An argument cannot be right.
@@ -152,6 +154,10 @@ def explain(
         "dropout_p": dropout_p,
         "mask_info": mask_info,
     }
+    if is_lowered(q):
+        q, k, v, arguments["mask"] = lowered(q, k, v, mask)
+        with torch.autocast(q.device.type, enabled=False):
+            return explain(site, q, k, v, enable_gqa=enable_gqa, policy=asked, **arguments)
     call, sizes = describe(q, k, v, enable_gqa=enable_gqa, **arguments)
     table = Table(asked, site)
     chain = table.chain(call)
@@ -159,26 +165,15 @@ def explain(
     candidates = []
     for link in chain.links:
         backend = link.backend
-        refusals = list(link.refusals)
-        broken = registry.broken.get((backend.name, call))
-        refusals += [Refusal(backend.name, "broken", broken, "", None, "broke")] if broken is not None else []
-        refusals += guard(backend.constraints, backend.name, call, sizes)
+        refusals, answer = chain.reasons(link, sizes)
         later = None
-        if not any(
-            each.rule in ("device", "capability") for each in refusals
-        ):  # said already: nothing need be imported
-            answer = verdict(registry, backend, call.device)
-            if answer.kernel is None:
-                refusals.append(Refusal(backend.name, answer.stage, answer.reason, "", None, "cannot run"))
-            elif not refusals:
-                said = chain.declines(link, answer.kernel, q, k, v, **arguments)
-                if isinstance(said, Later):
-                    later = said
-                elif said is not None:
-                    refusals.append(Refusal(backend.name, "declined", said, "", None, said))
-        candidates.append(
-            Candidate(backend.name, backend.exactness(call).value, backend.rank(call), tuple(refusals), later)
-        )
+        if not refusals and answer is not None and answer.kernel is not None:
+            said = chain.declines(link, answer.kernel, q, k, v, **arguments)
+            if isinstance(said, Later):
+                later = said
+            elif said is not None:
+                refusals = (Refusal(backend.name, "declined", said, "", None, said),)
+        candidates.append(Candidate(backend.name, backend.exactness(call).value, backend.rank(call), refusals, later))
     why_reference = None
     if table.policy.name == "auto":
         why_reference = "policy 'auto' always takes the reference; what follows would hold under 'fast'"

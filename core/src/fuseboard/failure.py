@@ -36,8 +36,8 @@ _MEMORY_TEXTS = (
 )
 
 # The CUDA errors after which every call of the process fails (cudaError_t, "the process must be terminated"): by number
-# where torch.AcceleratorError carries one, by text elsewhere. Invalid argument (1) and invalid configuration (9) are not:
-# seen on a GPU, the next call works.
+# where torch.AcceleratorError carries one, by text elsewhere. Invalid argument (1) and invalid configuration (9) are
+# not: seen on a GPU, the next call works.
 _STICKY_CODES = frozenset({214, 220, 226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721})
 _STICKY_TEXTS = (
     "illegal memory access",
@@ -67,7 +67,8 @@ def classify(error: BaseException, handled: BaseException | None = None) -> Mean
     Args:
         error: What the kernel raised.
         handled: The exception that the *caller* was handling when it called: Python makes it the context of whatever is
-            raised, but it says nothing about the kernel. An engine that retries after running out of memory is such a caller.
+            raised, but it says nothing about the kernel. An engine that retries after running out of memory is such a
+            caller.
     """
     for each in _chain(error, handled):
         if not isinstance(each, Exception):
@@ -100,12 +101,18 @@ def _chain(error: BaseException, handled: BaseException | None) -> Iterator[Base
 def _is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    text = str(error).lower()
-    return isinstance(error, (RuntimeError, OSError)) and any(each in text for each in _MEMORY_TEXTS)
+    return isinstance(error, (RuntimeError, OSError)) and any(each in _text(error) for each in _MEMORY_TEXTS)
 
 
 def _is_sticky(error: Exception) -> bool:
-    if getattr(error, "error_code", None) in _STICKY_CODES:
+    code = getattr(error, "error_code", None)
+    if isinstance(code, int) and code in _STICKY_CODES:
         return True
-    text = str(error).lower()
-    return any(each in text for each in _STICKY_TEXTS)
+    return any(each in _text(error) for each in _STICKY_TEXTS)
+
+
+def _text(error: Exception) -> str:
+    try:
+        return str(error).lower()
+    except Exception:  # noqa: BLE001 - an exception whose own text raises says nothing
+        return ""

@@ -1,9 +1,9 @@
 """The contract of a backend plugin: nine hooks and two markers, nothing else.
 
-One entry point in group `fuseboard.backends` names one backend and points at one module (or object) that has some of these
-functions, each marked `@fuseboard.hookimpl`. `info`, `constraints` and `kernel` are required; for the others a missing hook
-means the cautious answer. An implementation may take fewer arguments than its specification. Hooks are asked when the
-plugin is loaded, when a device is probed or when a chain is built, never per attention call.
+One entry point in group `fuseboard.backends` names one backend and points at one module (or object) that has some of
+these functions, each marked `@fuseboard.hookimpl`. `info`, `constraints` and `kernel` are required; for the others a
+missing hook means the cautious answer. An implementation may take fewer arguments than its specification. Hooks are
+asked when the plugin is loaded, when a device is probed or when a chain is built, never per attention call.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def known_bad() -> Iterable[KnownBad]:  # type: ignore[empty-body]
 
 @hookspec(firstresult=True)
 def install_line(torch_version: str) -> str:  # type: ignore[empty-body]
-    """Give the command that installs its kernel and keeps the installed torch. Missing: this distribution, without dependencies."""
+    """Give the command that installs its kernel and keeps the installed torch. Missing: its own distribution's."""
 
 
 # ---- asked once per device, the first time a policy wants the backend there
@@ -80,4 +80,4 @@ def exactness(call: Call) -> Exactness:  # type: ignore[empty-body]
 
 @hookspec(firstresult=True)
 def rank(call: Call) -> float:  # type: ignore[empty-body]
-    """Estimate its time relative to torch's default attention (1.0) on that call. Missing: after all that say something."""
+    """Estimate its time relative to torch's default attention (1.0) on that call. Missing: after all that do."""

@@ -35,12 +35,13 @@ Order: TypeAlias = Callable[["Call", "list[Backend]"], "list[Backend]"]
 
 
 class Policy:
-    """One policy; get it from `policy_for`, which makes one object per value, so that models share what it has selected.
+    """One policy; `policy_for` makes one object per value, so that models share what it has selected.
 
     Attributes:
         name: `auto`, `exact`, `fast` or a backend's name; for a mapping, its text.
         strict: A backend that cannot answer is an error with every reason, not a fallback to the reference.
-        patterns: Of a mapping: site patterns and their policies, the first that fits decides; a site that fits none has `auto`.
+        patterns: Of a mapping: site patterns and their policies, the first that fits decides; a site that fits none has
+            `auto`.
         registry: Where its backends come from.
     """
 
@@ -60,7 +61,7 @@ class Policy:
             return self
         for pattern, policy in self.patterns:
             if fnmatch.fnmatchcase(name, pattern):
-                return policy
+                return policy.for_site(name)
         return policy_for("auto", registry=self.registry)
 
     @property
@@ -97,8 +98,8 @@ def policy_for(
     Args:
         name: `auto`, `exact`, `fast`, a backend's name, or a mapping of site patterns (`fnmatch`) to those, in order of
             precedence: `{"vocoder.*": "auto", "*": "fast"}`. A `Policy` is returned as it is.
-        strict: For a backend's name: an error with every reason when it is refused, cannot run or breaks, instead of a fallback.
-            For `fast` and `exact`: likewise when only the reference is left.
+        strict: For a backend's name: an error with every reason when it is refused, cannot run or breaks, instead of a
+            fallback. For `fast` and `exact`: likewise when only the reference is left.
         registry: Where backends are looked up; default, the installed plugins.
 
     Raises:
@@ -108,6 +109,10 @@ def policy_for(
         return name
     registry = registry or registries.current()
     if isinstance(name, Mapping):
+        wrong = [pattern for pattern in name if not isinstance(pattern, str)]
+        if wrong:
+            msg = f"a policy's site pattern is {wrong[0]!r}; expected text such as 'vocoder.*'."
+            raise PolicyError(str(wrong[0]), msg)
         patterns = tuple((pattern, policy_for(each, strict, registry=registry)) for pattern, each in name.items())
         text = "{" + ", ".join(f"{pattern}: {policy.name}" for pattern, policy in patterns) + "}"
         return registry.keep_policy(
@@ -125,7 +130,7 @@ def _unknown(name: str, registry: Registry) -> PolicyError:
     here = [*MODES, *sorted(registry.names())]
     listed = f"Available here: {', '.join(here)}."
     if name == "tuned":
-        msg = f"policy 'tuned' needs measured times, which this version does not take yet; use 'fast' or 'exact'. {listed}"
+        msg = f"policy 'tuned' needs measured times, which this version cannot take; use 'fast' or 'exact'. {listed}"
         return PolicyError(name, msg)
     reason = registry.why_missing(name)
     if reason is not None:

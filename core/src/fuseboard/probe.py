@@ -1,13 +1,13 @@
 """Can this backend run on this device? Asked the first time a policy wants it there, answered once.
 
-The whole question runs on a thread of its own: with torch's default state whatever the caller has set (autocast, grad mode,
-streams are the thread's), and so that an import that hangs becomes a reason after a while instead of a hang of the host.
+The whole question runs on a thread of its own: with torch's default state whatever the caller has set (autocast, grad
+mode, streams are the thread's), and so that an import that hangs becomes a reason after a while instead of a hang of
+the host.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-import re
 import threading
 
 import attrs
@@ -16,6 +16,7 @@ from torch.torch_version import TorchVersion
 
 from fuseboard import selftest
 from fuseboard.backend import Backend, Kernel
+from fuseboard.constraints import version_terms
 from fuseboard.registry import Registry, first_line
 
 __all__ = ["Verdict", "precheck", "verdict"]
@@ -28,7 +29,8 @@ class Verdict:
     Attributes:
         ok: Yes or no.
         reason: Why not, in words; empty for yes.
-        stage: Which step said no: `device`, `version`, `known bad`, `probe`, `import`, `self-test`, `time limit` or `capture`.
+        stage: Which step said no: `device`, `version`, `known bad`, `probe`, `import`, `self-test`, `time limit` or
+            `capture`.
         kernel: What to call; None for no.
     """
 
@@ -39,12 +41,12 @@ class Verdict:
 
     @property
     def installed(self) -> bool:
-        """Whether the backend looks able to run there: a no beyond this point is worth telling the operator on every output."""
+        """Whether the backend looks able to run there: a no beyond this point is worth a warning on every output."""
         return self.ok or self.stage not in ("device", "version")
 
 
-def precheck(backend: Backend, device: torch.device) -> Verdict | None:
-    """A no that costs nothing: the wrong device, a package absent or of the wrong version. Imports no kernel package."""
+def precheck(backend: Backend, device: torch.device) -> Verdict | None:  # noqa: PLR0911 - one return a reason
+    """A no that costs nothing: the wrong device, a package absent or too old. Imports no kernel package."""
     limits = backend.constraints
     if device.type not in limits.devices:
         return Verdict(
@@ -54,10 +56,14 @@ def precheck(backend: Backend, device: torch.device) -> Verdict | None:
         capability = torch.cuda.get_device_capability(device)
         low, high = limits.capability
         if not low <= capability <= high:
-            text = f"needs compute capability {low[0]}.{low[1]} to {high[0]}.{high[1]}, {device} has {capability[0]}.{capability[1]}"
+            needs, has = f"{low[0]}.{low[1]} to {high[0]}.{high[1]}", f"{capability[0]}.{capability[1]}"
+            text = f"needs compute capability {needs}, {device} has {has}"
             return Verdict(ok=False, reason=text, stage="device")
     for package, versions in backend.info.requires.items():
         have = _version(package)
+        if have == "":
+            text = f"{package} is installed without a readable version, needed {versions or 'any'}"
+            return Verdict(ok=False, reason=text, stage="version")
         if have is None:
             install = backend.install(torch.__version__)
             return Verdict(ok=False, reason=f"{package} is not installed. Install it: {install}", stage="version")
@@ -65,7 +71,7 @@ def precheck(backend: Backend, device: torch.device) -> Verdict | None:
             return Verdict(ok=False, reason=f"{package} is {have}, needed {versions}", stage="version")
     for bad in backend.known_bad:
         have = _version(bad.package) if bad.package is not None else None
-        applies = bad.package is None or (have is not None and (bad.versions is None or _in_range(have, bad.versions)))
+        applies = bad.package is None or (have is not None and _in_range(have, bad.versions or ""))
         if bad.call is None and applies:
             return Verdict(ok=False, reason=f"known bad: {bad.effect}, see {bad.link}", stage="known bad")
     return None
@@ -74,8 +80,8 @@ def precheck(backend: Backend, device: torch.device) -> Verdict | None:
 def verdict(registry: Registry, backend: Backend, device: torch.device) -> Verdict:
     """Whether `backend` can run on `device`, asked once per process; other threads wait for the one that asks.
 
-    While a CUDA graph is being captured nothing new can be asked, since the self-test waits for the device: the answer is then
-    a no of stage `capture`, which is not kept.
+    While a CUDA graph is being captured nothing new can be asked, since the self-test waits for the device: the answer
+    is then a no of stage `capture`, which is not kept.
     """
     key = (backend.name, str(device))
     known = registry.verdicts.get(key)
@@ -145,28 +151,22 @@ def _current(device: torch.device) -> torch.cuda.device:
 
 
 def _version(package: str) -> str | None:
+    """The installed version; None when the package is absent, empty when its metadata is damaged."""
     try:
-        return importlib.metadata.version(package)
+        return importlib.metadata.version(package) or ""
     except importlib.metadata.PackageNotFoundError:
         return None
-    except Exception:  # noqa: BLE001 - damaged metadata: as good as none
-        return None
-
-
-_TERM = re.compile(r"\s*(>=|<=|==|!=|>|<)\s*([0-9][^\s,]*)\s*")
+    except Exception:  # noqa: BLE001 - a damaged file may raise anything
+        return ""
 
 
 def _in_range(version: str, wanted: str) -> bool:
-    """Whether a version lies in a range such as `>=2.6,<3`; an empty range holds all. TorchVersion compares by PEP 440."""
+    """Whether a version lies in a range such as `>=2.6,<3`; an empty range holds all. Compared by PEP 440."""
     have = TorchVersion(version.split("+", maxsplit=1)[0])
-    for term in filter(None, (each.strip() for each in wanted.split(","))):
-        match = _TERM.fullmatch(term)
-        if match is None:
-            msg = f"version range {wanted!r}: {term!r} is not an operator and a version."
-            raise ValueError(msg)
-        operator, bound = match.groups()
+    for operator, bound in version_terms(wanted):
         holds = {
-            ">=": have >= bound, "<=": have <= bound, "==": have == bound, "!=": have != bound, ">": have > bound, "<": have < bound,
+            ">=": have >= bound, "<=": have <= bound, "==": have == bound,
+            "!=": have != bound, ">": have > bound, "<": have < bound,
         }[operator]  # fmt: skip
         if not holds:
             return False

@@ -44,7 +44,7 @@ INSTALL_HINTS = {
     "tilelang": ("fuseboard-tilelang", "tilelang"),
     **{f"sdpa-{kind}": ("fuseboard-sdpa",) for kind in ("flash", "efficient", "cudnn", "math", "cpu")},
 }
-"""What to install for a name that no installed plugin has. Only for error messages: no other line of the core knows a backend."""
+"""What to install for a name that no plugin here has. For messages only: no other line of the core knows a backend."""
 
 RESERVED = frozenset({"auto", "exact", "fast", "tuned", "reference"})
 """Words that mean something else where a backend's name could stand."""
@@ -95,7 +95,7 @@ class Fault:
 def installed_entries() -> list[Entry]:
     """The entry points that the installed distributions declare. Reads metadata only."""
     found = []
-    for point in importlib.metadata.entry_points(group=GROUP):
+    for point in _entry_points():
         # A damaged dist-info has no name or version; that must not hide the other plugins.
         name, version = "unknown", "unknown"
         with contextlib.suppress(Exception):
@@ -103,6 +103,20 @@ def installed_entries() -> list[Entry]:
                 name, version = point.dist.metadata["Name"] or name, point.dist.version or version
         found.append(Entry(point.name, point.load, name, version))
     return found
+
+
+def _entry_points() -> list[importlib.metadata.EntryPoint]:
+    try:
+        return list(importlib.metadata.entry_points(group=GROUP))
+    except Exception:  # noqa: BLE001 - one unreadable entry_points.txt would hide the plugins of all distributions
+        log.warning("an installed distribution has damaged metadata; plugins are looked up one distribution at a time.")
+    points: dict[tuple[str, str], importlib.metadata.EntryPoint] = {}
+    for distribution in importlib.metadata.distributions():
+        with contextlib.suppress(Exception):
+            for point in distribution.entry_points.select(group=GROUP):
+                # As Python does it: what comes first on the path hides a later copy of the same distribution.
+                points.setdefault((_normal(str(distribution.metadata["Name"])), point.name), point)
+    return list(points.values())
 
 
 class Registry:
@@ -129,7 +143,7 @@ class Registry:
         self._entries = self._choose(installed_entries() if entries is None else entries)
 
     def names(self) -> frozenset[str]:
-        """The names of the backends that are installed and neither blocked nor known to be faulty. Loads none of them."""
+        """The names of the backends that are installed, not blocked and not known to be faulty. Loads none."""
         with self.lock:
             return frozenset(name for name in self._entries if self._backends.get(name, ...) is not None)
 
@@ -176,37 +190,36 @@ class Registry:
         log.log(level, "%s", message)
 
     def _choose(self, entries: Iterable[Entry]) -> dict[str, Entry]:
-        """One entry a name. The distribution that the install hints name wins a clash, else the first by name: never chance."""
+        """One entry a name. The distribution of the install hints wins a clash, else the first by name."""
         chosen: dict[str, Entry] = {}
-        unknown = set(self.settings.disable)
+        disable = {_normal(word): word for word in self.settings.disable}
+        unknown = dict(disable)
 
         def precedence(entry: Entry) -> tuple[bool, str]:
             return _normal(entry.distribution) not in INSTALL_HINTS.get(entry.name, ()), _normal(entry.distribution)
 
         for entry in sorted(entries, key=precedence):
-            words = {
-                entry.name.lower(),
-                _normal(entry.distribution),
-                _normal(entry.distribution).removeprefix("fuseboard-"),
-            }
-            blocked = sorted(words & self.settings.disable)
-            unknown -= words
+            distribution = _normal(entry.distribution)
+            words = {_normal(entry.name), distribution, distribution.removeprefix("fuseboard-")}
+            blocked = sorted(disable[word] for word in words & disable.keys())
+            for word in words:
+                unknown.pop(word, None)
             if blocked:
                 self.disabled[entry.name] = f"it is blocked by FUSEBOARD_DISABLE={','.join(blocked)}."
             elif entry.name in RESERVED or not _NAME.fullmatch(entry.name):
                 self._fault(
                     entry,
-                    f"a backend cannot be called {entry.name!r}: use a word of a-z, 0-9, '-', '_' or '.' that is no policy.",
+                    f"a backend cannot be called {entry.name!r}: use a word of a-z, 0-9 and '-_.' that is no policy.",
                 )
             elif entry.name in chosen:
                 other = chosen[entry.name]
                 self._fault(
                     entry,
-                    f"{other.distribution} {other.version} has a backend of that name, which is used; uninstall one of them.",
+                    f"{other.distribution} {other.version} has a backend of that name, and is used; uninstall one.",
                 )
             else:
                 chosen[entry.name] = entry
-        for word in sorted(unknown):
+        for word in sorted(unknown.values()):
             log.warning("FUSEBOARD_DISABLE names %r, which no installed plugin or backend is called.", word)
         return chosen
 
@@ -217,8 +230,8 @@ class Registry:
 
     def _load(self, entry: Entry) -> Backend | None:
         """Load, register and ask one plugin. Whatever it does wrong becomes a Fault; only cancellation passes."""
-        # A manager for each plugin: a hook call then reaches that plugin alone, also when others are registered later, and
-        # what `check_pending` finds is its fault.
+        # A manager for each plugin: a hook call then reaches that plugin alone, also when others are registered later,
+        # and what `check_pending` finds is its fault.
         manager = pluggy.PluginManager("fuseboard")
         manager.add_hookspecs(hookspecs)
         try:
@@ -243,7 +256,7 @@ class Registry:
                 return default
             caller = getattr(manager.hook, name)
             (spec,) = inspect.signature(getattr(hookspecs, name)).parameters or (None,)
-            return (lambda: caller()) if spec is None else (lambda argument: caller(**{spec: argument}))
+            return caller if spec is None else (lambda argument: caller(**{spec: argument}))
 
         info = _typed("info", hook("info", _never)(), BackendInfo)
         constraints = _typed("constraints", hook("constraints", _never)(), Constraints)
@@ -260,7 +273,8 @@ class Registry:
             info=info,
             constraints=constraints,
             load=hook("kernel", _never),
-            # A hook that raises or lies later must not harm the call that asked: it gets the cautious answer, and a Fault.
+            # A hook that raises or lies later must not harm the call that asked: it gets the cautious answer, and a
+            # Fault.
             exactness=self._cautious(entry, "exactness", exactness, Exactness, Exactness.APPROXIMATE),
             tolerance=self._cautious(entry, "tolerance", tolerance, (int, float), 0.0),
             rank=self._cautious(entry, "rank", rank, (int, float), math.inf),
@@ -319,7 +333,10 @@ def _blame(error: BaseException) -> str:
 
 def first_line(error: BaseException) -> str:
     """`Type: first line of its text`, for reasons and log lines."""
-    lines = str(error).strip().splitlines()
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception:  # noqa: BLE001 - an exception whose own text raises
+        lines = []
     return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
 
 

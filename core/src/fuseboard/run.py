@@ -53,8 +53,8 @@ class Counter:
 class Run:
     """What one request's attention used and why it did not use the rest.
 
-    Bind it with a policy, `with fb.bind("fast", run=run):`, and put `run.report()` beside the output. Several threads may
-    share one.
+    Bind it with a policy, `with fb.bind("fast", run=run):`, and put `run.report()` beside the output. Several threads
+    may share one.
     """
 
     __slots__ = ("_counters", "_lock", "_policies", "_ticks")

@@ -117,7 +117,8 @@ def attention_fp64(
 def cases(backend: Backend, device: torch.device) -> Iterator[Case]:
     """The grid for what `backend` claims: the whole of it in one dtype, a few calls in each other.
 
-    What is wrong in structure is wrong in every dtype, and kernels exist that build a plan of half a second for each case.
+    What is wrong in structure is wrong in every dtype, and kernels exist that build a plan of half a second for each
+    case.
     """
     limits = backend.constraints
     dim = _dim(limits.head_dims)
@@ -176,7 +177,7 @@ def check(backend: Backend, kernel: Kernel, case: Case, device: torch.device) ->
     given_mask, given_info = in_form(form, call.structure, mask, info, q, k)
     given = {"mask": given_mask, "mask_info": given_info, "causal": case.causal, "scale": case.scale, "dropout_p": 0.0}
     declines = getattr(kernel, "declines", None)
-    if declines is not None and declines(q, k, v, **given) is not None:
+    if declines is not None and isinstance(declines(q, k, v, **given), str):
         return ""
     inputs = {name: each for name, each in (("q", q), ("k", k), ("v", v), ("mask", given_mask)) if each is not None}
     before = {name: each.detach().clone() for name, each in inputs.items()}

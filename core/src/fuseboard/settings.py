@@ -4,7 +4,7 @@
 |---|---|---|
 | `FUSEBOARD_DISABLE` | names, comma separated | backends or plugin distributions that must not be loaded |
 | `FUSEBOARD_DEBUG` | `masks` | check on every call that `mask_info` describes its dense mask |
-| `FUSEBOARD_TEST` | `count` | count every site's calls, so that a test can prove that each went through the dispatcher |
+| `FUSEBOARD_TEST` | `count` | count every site's calls: a test can prove that each went through the dispatcher |
 | `FUSEBOARD_PROBE_TIMEOUT` | seconds | how long importing and self-testing one kernel may take; default 300 |
 """
 
@@ -22,8 +22,8 @@ PREFIX = "FUSEBOARD_"
 DEBUG_VALUES = frozenset({"masks"})
 TEST_VALUES = frozenset({"count"})
 
-# A just-in-time compiled kernel takes seconds per configuration (2 to 3 s for FlashAttention 4), and the self-test asks for
-# a few dozen; a hang takes for ever.
+# A just-in-time compiled kernel takes seconds per configuration (2 to 3 s for FlashAttention 4), and the self-test asks
+# for a few dozen; a hang takes for ever.
 DEFAULT_PROBE_TIMEOUT = 300.0
 
 log = logging.getLogger("fuseboard")
@@ -74,7 +74,8 @@ def _words(environ: Mapping[str, str], name: str, allowed: frozenset[str] | None
     words = frozenset(word.strip().lower() for word in text.split(",") if word.strip())
     if allowed is not None and not words <= allowed:
         wrong = ", ".join(sorted(words - allowed))
-        msg = f"{PREFIX}{name}={text!r}: {wrong} means nothing here; allowed, comma separated: {', '.join(sorted(allowed))}."
+        means = f"allowed, comma separated: {', '.join(sorted(allowed))}"
+        msg = f"{PREFIX}{name}={text!r}: {wrong} means nothing here; {means}."
         raise SettingsError(msg)
     return words
 

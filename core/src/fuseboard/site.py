@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Site", "sites"]
 
-# `F.scaled_dot_product_attention` as torch ships it, taken when fuseboard is loaded: whoever replaces it in torch's module
-# later does not change what a site's reference is.
+# `F.scaled_dot_product_attention` as torch ships it, taken when fuseboard is loaded: whoever replaces it in torch's
+# module later does not change what a site's reference is.
 _SDPA = F.scaled_dot_product_attention
 
 _sites: weakref.WeakValueDictionary[str, Site] = weakref.WeakValueDictionary()
@@ -34,8 +34,8 @@ class Site:
 
     Attributes:
         name: Unique among living sites, dotted by custom: `qwen3tts.mimi`. Policies select sites by it.
-        reference: The exact computation that the engine's upstream makes there: `(q, k, v)` and, of `mask`, `causal`, `scale`,
-            `enable_gqa`, `dropout_p`, only those by name that the caller gave another value than the default.
+        reference: The exact computation that the engine's upstream makes there: `(q, k, v)` and, of `mask`, `causal`,
+            `scale`, `enable_gqa`, `dropout_p`, only those by name that the caller gave another value than the default.
             `F.scaled_dot_product_attention` is called by torch's own argument names.
         swappable: False: the reference answers under every policy.
         approx_ok: False: no backend that is not exact answers; autoregressive models set it, since their errors add up.
@@ -60,6 +60,9 @@ class Site:
         if reference is not None and not callable(reference):
             msg = f"site {name!r}: reference is {reference!r}; expected a function of (q, k, v, ...)."
             raise SiteError(msg)
+        if reference is not None and not _takes_qkv(reference):
+            msg = f"site {name!r}: reference {reference!r} cannot be called with (q, k, v)."
+            raise SiteError(msg)
         self.name = name
         self.reference: Callable[..., Tensor] = _SDPA if reference is None else reference
         self.swappable = swappable
@@ -69,7 +72,7 @@ class Site:
         self._mask_name = _names_of(self.reference)
         with _lock:
             if name in _sites:
-                msg = f"site {name!r} exists already; a site is made once, at module level, and every site has its own name."
+                msg = f"site {name!r} exists already; a site is made once, at module level, and has a name of its own."
                 raise SiteError(msg)
             _sites[name] = self
 
@@ -88,8 +91,8 @@ class Site:
         """The reference's result. A structure that came without its dense mask is written out for it."""
         if mask is None and mask_info is not None and not mask_info.structure(q.shape[-2], k.shape[-2]).is_open:
             mask = mask_info.dense(q.shape[-2], k.shape[-2], q.device)
-        # Only what differs from the default: parsing a keyword costs torch about a tenth of a microsecond, and a reference
-        # need not know arguments that its engine never uses.
+        # Only what differs from the default: parsing a keyword costs torch about a tenth of a microsecond, and a
+        # reference need not know arguments that its engine never uses.
         mask_name, causal_name = self._mask_name
         given: dict[str, Any] = {}
         if mask is not None:
@@ -115,8 +118,18 @@ def sites() -> dict[str, Site]:
         return dict(sorted(_sites.items()))
 
 
+def _takes_qkv(reference: Callable[..., Tensor]) -> bool:
+    try:
+        inspect.signature(reference).bind(None, None, None)
+    except ValueError:  # a builtin without a signature
+        return True
+    except TypeError:
+        return False
+    return True
+
+
 def _names_of(reference: Callable[..., Tensor]) -> tuple[str, str]:
-    """What the reference calls its mask and its causal flag: torch's names for torch's function or one shaped like it."""
+    """What the reference calls its mask and its causal flag: torch's names if it is torch's, or shaped alike."""
     if reference is _SDPA:
         return "attn_mask", "is_causal"
     try:
