@@ -1,0 +1,4 @@
+"""For kernel authors: the conformance kit (`pytest --fuseboard-backend NAME`), and doubles for tests.
+
+Loads no torch by itself.
+"""

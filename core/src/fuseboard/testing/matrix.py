@@ -1,0 +1,101 @@
+"""The conformance kit's matrix: what a backend takes, found by calling it, as Markdown for a terminal and a README."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TypedDict
+
+import torch
+
+__all__ = ["Record", "check_markers", "render", "write"]
+
+COLUMNS = (("forward", False, False), ("GQA", True, False), ("backward", False, True), ("GQA backward", True, True))
+LEGEND = (
+    "yes: right in every case; dense: right, at some lengths or all by way of the written-out mask; "
+    "partly: right, and refused at some lengths; no: refused; FAILS: admitted and not right."
+)
+
+
+class Record(TypedDict):
+    """What became of one case."""
+
+    backend: str
+    case: str
+    row: str
+    dtype: str
+    gqa: bool
+    backward: bool
+    crossed: bool
+    word: str
+    form: str
+
+
+def render(name: str, version: str, device: str, records: list[Record]) -> str:
+    """The matrix of one backend; the same records give the same text."""
+    where = torch.cuda.get_device_name(torch.device(device)) if device.startswith("cuda") else device
+    words = Counter(each["word"] for each in records)
+    failed = sum(count for word, count in words.items() if word not in ("ok", "refused"))
+    counts = f"{len(records)} cases, {words['ok']} ok, {words['refused']} refused, {failed} failed"
+    lines = [f"`{name}` {version} on {where}, torch {torch.__version__}: {counts}."]
+    tables: dict[str, list[str]] = {}
+    for dtype in sorted({each["dtype"] for each in records if each["crossed"]}):
+        of_dtype = [each for each in records if each["dtype"] == dtype]
+        tables.setdefault("\n".join(_table(of_dtype)), []).append(dtype)
+    for table, dtypes in tables.items():
+        lines += ["", f"| {', '.join(dtypes)} | {' | '.join(title for title, _, _ in COLUMNS)} |", table]
+    return "\n".join([*lines, "", LEGEND])
+
+
+def _table(records: list[Record]) -> Iterable[str]:
+    yield "|---" * (1 + len(COLUMNS)) + "|"
+    for row in dict.fromkeys(each["row"] for each in records if each["crossed"]):
+        cells = []
+        for _, gqa, backward in COLUMNS:
+            here = [each for each in records if (each["row"], each["gqa"], each["backward"]) == (row, gqa, backward)]
+            cells.append(_cell(here))
+        yield f"| {row} | {' | '.join(cells)} |"
+
+
+def _cell(records: list[Record]) -> str:
+    # A failure counts wherever it was found; what is refused is read off the crossing, which every dtype has alike.
+    if any(each["word"] not in ("ok", "refused") for each in records):
+        return "FAILS"
+    crossed = [each for each in records if each["crossed"]]
+    right = [each for each in crossed if each["word"] == "ok"]
+    if not right:
+        return "no" if crossed else ""
+    if len(right) < len(crossed):
+        return "partly"
+    dense = any(each["form"] == "dense" for each in right) and right[0]["row"].startswith("mask_info")
+    return "dense" if dense else "yes"
+
+
+def check_markers(path: Path, names: Iterable[str]) -> None:
+    """Raise unless the file has a place for each backend's matrix.
+
+    Raises:
+        ValueError: Markers are missing; the message says which.
+        OSError: The file cannot be read.
+    """
+    text = path.read_text(encoding="utf-8")
+    for name in names:
+        _place(text, path, name)
+
+
+def write(path: Path, name: str, matrix: str) -> None:
+    """Replace what stands between a backend's markers."""
+    text = path.read_text(encoding="utf-8")
+    start, end = _place(text, path, name)
+    path.write_text(f"{text[:start]}\n{matrix}\n{text[end:]}", encoding="utf-8")
+
+
+def _place(text: str, path: Path, name: str) -> tuple[int, int]:
+    marker, end = f"<!-- fuseboard matrix: {name} -->", "<!-- end -->"
+    start = text.find(marker)
+    stop = text.find(end, start)
+    if start < 0 or stop < 0:
+        msg = f"{path} has no place for the matrix: add the lines {marker!r} and {end!r} where it belongs."
+        raise ValueError(msg)
+    return start + len(marker), stop
