@@ -109,6 +109,8 @@ class Flash:
         dropout_p: float,
     ) -> str | None:
         """Torch's own choice for the call, asked without running a kernel."""
+        if scale is not None and scale <= 0 and (causal or mask_info is not None):
+            return "a causal call whose scale is not positive gives NaN"  # it scales its -inf, and public attention too
         choice = torch._fused_sdp_choice(
             packed(q), packed(k), packed(v), _additive(mask, q), dropout_p, causal or mask_info is not None,
             scale=scale, enable_gqa=q.shape[1] != k.shape[1],
