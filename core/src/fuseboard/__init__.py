@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fuseboard.backend import Later as Later
     from fuseboard.call import Call as Call
     from fuseboard.call import Sizes as Sizes
+    from fuseboard.call import describe as describe
     from fuseboard.constraints import ALL_LENGTHS as ALL_LENGTHS
     from fuseboard.constraints import Constraints as Constraints
     from fuseboard.constraints import Guard as Guard
@@ -65,7 +66,7 @@ __version__ = "0.1.0"
 
 _WHERE = {
     "backend": ("BackendInfo", "Exactness", "Kernel", "Later"),
-    "call": ("Call", "Sizes"),
+    "call": ("Call", "Sizes", "describe"),
     "constraints": ("ALL_LENGTHS", "Constraints", "Guard", "HeadDims", "KnownBad", "Refusal", "StructureRule"),
     "context": ("bind", "bind_process", "steps"),
     "dispatch": ("attention", "site_calls"),

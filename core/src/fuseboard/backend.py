@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from fuseboard.call import Call
+    from fuseboard.call import Call, Sizes
     from fuseboard.constraints import Constraints, KnownBad
     from fuseboard.masks import MaskInfo
 
@@ -128,7 +128,7 @@ class Backend:
         load: Imports the kernel package and returns the kernel for a device.
         exactness: Per call.
         tolerance: Largest absolute error that the self-test accepts, per dtype.
-        rank: Estimated time relative to torch's default attention on that call; small is fast.
+        rank: Estimated microseconds of a call of given sizes; only the order matters.
         probe: A reason not to run on a device, or None.
         known_bad: Combinations known to be wrong.
         install: The install line, given torch's version.
@@ -142,7 +142,7 @@ class Backend:
     load: Callable[[torch.device], Kernel]
     exactness: Callable[[Call], Exactness]
     tolerance: Callable[[torch.dtype], float]
-    rank: Callable[[Call], float]
+    rank: Callable[[Call, Sizes], float]
     probe: Callable[[torch.device], str | None]
     known_bad: tuple[KnownBad, ...]
     install: Callable[[str], str]

@@ -142,7 +142,6 @@ class Chain:
         policy: Whose order it is.
         site: Where.
         call: For which kind of call.
-        links: Every backend that is installed, in the order in which it is tried.
         proven: Links that have answered such a call with a tensor of the right kind.
     """
 
@@ -150,7 +149,7 @@ class Chain:
         self.policy = policy
         self.site = site
         self.call = call
-        self.links = tuple(self._link(backend) for backend in policy.order(call, policy.registry.backends()))
+        self._links = {backend: self._link(backend) for backend in policy.registry.backends()}
         self.proven: set[Link] = set()
         self._routes: dict[tuple[Any, ...], Route] = {}
         self._at_fault = self._named_at_fault()
@@ -159,6 +158,10 @@ class Chain:
     def registry(self) -> Registry:
         """Where its backends come from."""
         return self.policy.registry
+
+    def links(self, sizes: Sizes) -> list[Link]:
+        """Every installed backend, in the order in which it is tried at these sizes."""
+        return [self._links[backend] for backend in self.policy.order(self.call, sizes, self._links)]
 
     def _link(self, backend: Backend) -> Link:
         policy, call = self.policy, self.call
@@ -260,7 +263,7 @@ class Chain:
             if self.policy.strict:
                 raise self.refusal([self._at_fault])
             skipped.append((self._at_fault.backend, self._at_fault.reason))
-        for link in self.links:
+        for link in self.links(sizes):
             name = link.backend.name
             refusals, answer = self.problems(link, sizes)
             if not refusals and answer is not None and answer.kernel is not None:

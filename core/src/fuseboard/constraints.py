@@ -272,10 +272,18 @@ class Constraints:
     wrapped: frozenset[str] = attrs.field(default=frozenset(), converter=_set)
     guards: tuple[Guard, ...] = attrs.field(default=(), converter=_tuple, validator=_all_are(Guard))
 
+    def form(self, call: Call) -> Form:
+        """How a kernel is given the call's mask: the structure where it takes it, else the dense mask, written out if need be."""
+        if call.structure is None:
+            return "plain" if call.mask == "none" else "dense"
+        if call.structure.is_open:
+            return "plain"
+        return "structure" if any(rule.admits(call) for rule in self.structures) else "dense"
+
 
 def admit(constraints: Constraints, backend: str, call: Call) -> tuple[Form, tuple[Refusal, ...]]:
     """The form in which a backend would be given the call's mask, and every limit that refuses the call."""
-    form = form_for(constraints, call)
+    form = constraints.form(call)
     refusals = []
     for rule in _RULES:
         found = rule(constraints, call, form)
@@ -283,17 +291,6 @@ def admit(constraints: Constraints, backend: str, call: Call) -> tuple[Form, tup
             name, actual, allowed, nearest, reason = found
             refusals.append(Refusal(backend, name, actual, allowed, nearest, reason))
     return form, tuple(refusals)
-
-
-def form_for(constraints: Constraints, call: Call) -> Form:
-    """The structure where the backend takes it, else the dense mask, written out by the board if need be."""
-    if call.structure is not None:
-        if call.structure.is_open:
-            return "plain"
-        if any(rule.admits(call) for rule in constraints.structures):
-            return "structure"
-        return "dense"
-    return "plain" if call.mask == "none" else "dense"
 
 
 def guard(constraints: Constraints, backend: str, call: Call, sizes: Sizes) -> tuple[Refusal, ...]:

@@ -34,7 +34,7 @@ class Candidate:
     Attributes:
         name: The backend.
         exactness: `exact` or `approximate` for such a call.
-        rank: Estimated time relative to torch's default attention; infinite when the plugin does not say.
+        rank: Estimated microseconds at these sizes; infinite when the plugin does not say.
         refusals: Every reason why it cannot answer; empty when it can.
         later: Its wish to be taken only after so many calls of these sizes, or None.
     """
@@ -104,7 +104,7 @@ class Explanation:
             state = "refuses" if each.refusals else "can answer"
             if each.later is not None:
                 state = f"answers after {each.later.calls} calls of these sizes ({each.later.reason})"
-            rank = f", rank {each.rank:.3g}" if each.rank < float("inf") else ""
+            rank = f", about {each.rank:.3g} µs" if each.rank < float("inf") else ""
             lines.append(f"{mark} {each.name} ({each.exactness}{rank}): {state}")
             lines += [f"       {refusal}" for refusal in each.refusals]
         lines.append(f"{'->' if self.chosen == REFERENCE else '  '} reference")
@@ -163,7 +163,7 @@ def explain(
     chain = table.chain(call)
     registry = table.policy.registry
     candidates = []
-    for link in chain.links:
+    for link in chain.links(sizes):
         backend = link.backend
         refusals, answer = chain.reasons(link, sizes)
         later = None
@@ -173,7 +173,9 @@ def explain(
                 later = said
             elif said is not None:
                 refusals = (Refusal(backend.name, "declined", said, "", None, said),)
-        candidates.append(Candidate(backend.name, backend.exactness(call).value, backend.rank(call), refusals, later))
+        candidates.append(
+            Candidate(backend.name, backend.exactness(call).value, backend.rank(call, sizes), refusals, later)
+        )
     why_reference = None
     if table.policy.name == "auto":
         why_reference = "policy 'auto' always takes the reference; what follows would hold under 'fast'"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from fuseboard.backend import BackendInfo, Exactness, Kernel
-    from fuseboard.call import Call
+    from fuseboard.call import Call, Sizes
     from fuseboard.constraints import Constraints, KnownBad
 
 __all__ = ["hookimpl", "hookspec"]
@@ -70,7 +70,7 @@ def tolerance(dtype: torch.dtype) -> float:  # type: ignore[empty-body]
     """Give the largest absolute self-test error for inputs from N(0, 1). Missing: the core's strict default."""
 
 
-# ---- asked when a chain is built, once per kind of call
+# ---- asked when a chain is built, once per kind of call, or (rank) per combination of sizes
 
 
 @hookspec(firstresult=True)
@@ -79,5 +79,9 @@ def exactness(call: Call) -> Exactness:  # type: ignore[empty-body]
 
 
 @hookspec(firstresult=True)
-def rank(call: Call) -> float:  # type: ignore[empty-body]
-    """Estimate its time relative to torch's default attention (1.0) on that call. Missing: after all that do."""
+def rank(call: Call, sizes: Sizes) -> float:  # type: ignore[empty-body]
+    """Estimate the microseconds of such a call, launch included; only the order among backends matters.
+
+    Asked for each new combination of sizes, since what is fastest depends on them: a launch dominates a small call, reading
+    the keys a decode step, arithmetic a prefill. Missing: tried after all that say something.
+    """

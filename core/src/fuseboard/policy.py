@@ -23,7 +23,7 @@ from fuseboard.errors import PolicyError
 
 if TYPE_CHECKING:
     from fuseboard.backend import Backend
-    from fuseboard.call import Call
+    from fuseboard.call import Call, Sizes
     from fuseboard.registry import Registry
 
 __all__ = ["MODES", "Policy", "policy_for"]
@@ -31,7 +31,7 @@ __all__ = ["MODES", "Policy", "policy_for"]
 MODES = ("auto", "exact", "fast")
 """The policies that name no backend."""
 
-Order: TypeAlias = Callable[["Call", "list[Backend]"], "list[Backend]"]
+Order: TypeAlias = Callable[["Call", "Sizes", "list[Backend]"], "list[Backend]"]
 
 
 class Policy:
@@ -69,11 +69,13 @@ class Policy:
         """The backend it names, or None."""
         return None if self.name in MODES or self.patterns is not None else self.name
 
-    def order(self, call: Call, backends: Iterable[Backend], ordering: Order | None = None) -> list[Backend]:
+    def order(
+        self, call: Call, sizes: Sizes, backends: Iterable[Backend], ordering: Order | None = None
+    ) -> list[Backend]:
         """The backends in the order in which they are tried for a call: the named one, then by rank, then by name."""
-        ranked = sorted(backends, key=lambda backend: (_rank(backend, call), backend.name))
+        ranked = sorted(backends, key=lambda backend: (_rank(backend, call, sizes), backend.name))
         if ordering is not None:
-            ranked = ordering(call, ranked)
+            ranked = ordering(call, sizes, ranked)
         named = self.backend_name
         return sorted(ranked, key=lambda backend: backend.name != named)
 
@@ -140,11 +142,11 @@ def _unknown(name: str, registry: Registry) -> PolicyError:
         return PolicyError(
             name, f"policy {name!r} needs a plugin that is not installed. Install it: {install}", install=install
         )
-    near = difflib.get_close_matches(name, [*here, *registries.known_names()], n=2)
+    near = difflib.get_close_matches(name, dict.fromkeys([*here, *registries.known_names()]), n=2)
     hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
     return PolicyError(name, f"unknown policy {name!r}.{hint} {listed}", nearest=near)
 
 
-def _rank(backend: Backend, call: Call) -> float:
-    rank = backend.rank(call)
+def _rank(backend: Backend, call: Call, sizes: Sizes) -> float:
+    rank = backend.rank(call, sizes)
     return math.inf if math.isnan(rank) else rank

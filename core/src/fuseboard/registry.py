@@ -255,14 +255,14 @@ class Registry:
             if name not in implemented:
                 return default
             caller = getattr(manager.hook, name)
-            (spec,) = inspect.signature(getattr(hookspecs, name)).parameters or (None,)
-            return caller if spec is None else (lambda argument: caller(**{spec: argument}))
+            names = tuple(inspect.signature(getattr(hookspecs, name)).parameters)
+            return lambda *given: caller(**dict(zip(names, given, strict=True)))
 
         info = _typed("info", hook("info", _never)(), BackendInfo)
         constraints = _typed("constraints", hook("constraints", _never)(), Constraints)
         bad = hook("known_bad", tuple)()
         known_bad = tuple(_typed("known_bad", each, KnownBad) for each in (bad if bad is not None else ()))
-        rank, exactness = hook("rank", lambda _call: math.inf), hook("exactness", lambda _call: Exactness.APPROXIMATE)
+        rank, exactness = hook("rank", lambda *_: math.inf), hook("exactness", lambda _call: Exactness.APPROXIMATE)
         tolerance = hook("tolerance", lambda dtype: DEFAULT_TOLERANCE.get(str(dtype).removeprefix("torch."), 0.0))
         probe = hook("probe", lambda _device: None)
         install = hook("install_line", lambda _version: f"pip install --no-deps {entry.distribution}")
@@ -284,14 +284,14 @@ class Registry:
         )
 
     def _cautious(
-        self, entry: Entry, hook: str, ask: Callable[[Any], Any], kind: type | tuple[type, ...], default: T
-    ) -> Callable[[Any], T]:
+        self, entry: Entry, hook: str, ask: Callable[..., Any], kind: type | tuple[type, ...], default: T
+    ) -> Callable[..., T]:
         told = False
 
-        def asked(argument: Any) -> T:
+        def asked(*given: Any) -> T:
             nonlocal told
             try:
-                answer: T = _typed(hook, ask(argument), kind)
+                answer: T = _typed(hook, ask(*given), kind)
             except Exception as error:  # noqa: BLE001 - a hook may raise anything
                 if not told:
                     told = True

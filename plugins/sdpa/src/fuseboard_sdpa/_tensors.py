@@ -1,4 +1,4 @@
-"""What the kernels need of their inputs: packed and aligned tensors, padded head dimensions, repeated heads, laid-out masks."""
+"""What the kernels need of their inputs: packed and aligned, heads padded or repeated, masks laid out."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ ALIGNMENT = 16
 def binding(name: str) -> Callable[..., object]:
     """The operator `aten::name` as the cheapest callable this torch has for it.
 
-    The generated binding `torch.name` costs 2 to 10 µs less per call than the overload object, and is not public in every
-    release.
+    The generated binding `torch.name` costs 2 to 10 µs less per call than the overload object, and is not public in
+    every release.
     """
     found: Callable[..., object] | None = getattr(torch, name, None)
     if found is None:
@@ -50,7 +50,7 @@ def packed(tensor: Tensor) -> Tensor:
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """`tensor`, copied unless its last dimension is packed and its pointer and other strides are multiples of 16 bytes."""
+    """`tensor`, copied unless its last dimension is packed, and its pointer and other strides 16-byte aligned."""
     batch, heads, length, last = tensor.stride()
     # A number is a multiple of a power of two when its low bits are zero; of several at once, when their union's are.
     if (
@@ -80,7 +80,7 @@ def ready(q: Tensor, k: Tensor, v: Tensor, multiple: int) -> bool:
 
 
 def padded(tensor: Tensor, dim: int) -> Tensor:
-    """`tensor` with its head dimension padded with zeros up to `dim`. Exact, if the scale stays that of the true dimension."""
+    """`tensor` with its head dimension padded with zeros to `dim`. Exact, if the scale stays the true dimension's."""
     missing = dim - tensor.shape[-1]
     return F.pad(tensor, (0, missing)) if missing else tensor
 
@@ -107,7 +107,7 @@ def needs_grad(*tensors: Tensor | None) -> bool:
 
 
 def expanded_bias(mask: Tensor, q: Tensor, k: Tensor, multiple: int = 16) -> Tensor:
-    """An additive mask in q's dtype, `(batch, heads, q_length, k_length)`, whose strides are multiples of `multiple` elements.
+    """An additive mask in q's dtype, `(batch, heads, q_length, k_length)`, its strides multiples of `multiple` elements.
 
     A boolean mask becomes 0 and -inf. Rows are laid out with padded length and sliced, so that a kernel may load whole
     vectors; axes of size 1 are expanded with stride 0. Differentiable in an additive mask.

@@ -1,7 +1,8 @@
-"""`sdpa-cudnn`: cuDNN's attention as PyTorch calls it. The fastest on Hopper, with many conditions and a price for new sizes.
+"""`sdpa-cudnn`: cuDNN's attention as PyTorch calls it. The fastest on Hopper, at a price for new sizes.
 
-It builds a plan for each combination of sizes, which takes longer than thousands of small calls. It therefore asks to be
-taken only after as many calls of the same sizes as the plan is worth: a cache that grows by one key a step never makes them.
+It builds a plan for each combination of sizes, which takes longer than thousands of small calls. It therefore asks to
+be taken only after as many calls of the same sizes as the plan is worth: a cache that grows by one key a step never
+makes them.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from fuseboard import (
     MaskInfo,
     Sizes,
     StructureRule,
+    describe,
     hookimpl,
 )
+from fuseboard_sdpa import _cost
 from fuseboard_sdpa._limits import GRID, eligible
 from fuseboard_sdpa._tensors import aligned, binding, expanded_bias, needs_grad, padded, ready, scale_of
 
-_PLAN_SECONDS = 0.04
+_PLAN_MICROSECONDS = 40_000.0  # measured on an H200, cuDNN 9.19, for forward calls of many sizes
 
 
 def _version() -> tuple[int, int, int]:
@@ -49,10 +52,35 @@ def _short_lengths_fit(_call: Call, sizes: Sizes) -> bool:
 
 
 def _mask_gradient_fits(call: Call, sizes: Sizes) -> bool:
-    # https://github.com/pytorch/pytorch/issues/196678: NaN in dQ when a length is 64 more than a multiple of 128. Reported
-    # for that remainder; every other is refused with it, until somebody has shown them right.
+    # https://github.com/pytorch/pytorch/issues/196678: NaN in dQ when a length is 64 more than a multiple of 128.
+    # Reported for that remainder; every other is refused with it, until somebody has shown them right.
     bad = (9, 19, 0) <= _version() < (9, 21, 0) and call.capability == (9, 0) and call.grad and call.mask != "none"
     return not bad or (sizes.q_length % 128 == 0 and sizes.k_length % 128 == 0)
+
+
+LIMITS = Constraints(
+    devices={"cuda"},
+    capability=((8, 0), (12, 1)),
+    dtypes={torch.float16, torch.bfloat16},
+    head_dims=HeadDims(high=256),
+    v_head_dims=HeadDims(high=256),
+    gqa=True,
+    causal=ALL_LENGTHS,
+    masks={"bool", "additive"},
+    structures=(StructureRule(causal={True}, lengths={"equal"}),),
+    custom_scale=True,
+    dropout=True,
+    backward=True,
+    any_stride=True,
+    guards=(
+        *GRID,
+        Guard("k_length", lambda _call, sizes: sizes.k_length > 1, "at least 2", lambda sizes: sizes.k_length),
+        Guard("lengths", _short_lengths_fit, "multiples of 128 before cuDNN 9.15.1", None, "a newer cuDNN"),
+        Guard("lengths", _mask_gradient_fits, "multiples of 128 for a backward with a mask on 9.0", None, "pad"),
+        Guard("dropout_p", _dropout_fits, "a multiple of 1/16", lambda sizes: sizes.dropout_p),
+    ),
+)
+"""What it takes. Called with float32 it returns NaN without an error, and reads a mask of another dtype bit by bit."""
 
 
 @hookimpl
@@ -63,29 +91,8 @@ def info() -> BackendInfo:
 
 @hookimpl
 def constraints() -> Constraints:
-    """What it takes. Called with float32 it returns NaN without an error, and reads a mask of another dtype bit by bit."""
-    return Constraints(
-        devices={"cuda"},
-        capability=((8, 0), (12, 1)),
-        dtypes={torch.float16, torch.bfloat16},
-        head_dims=HeadDims(high=256),
-        v_head_dims=HeadDims(high=256),
-        gqa=True,
-        causal=ALL_LENGTHS,
-        masks={"bool", "additive"},
-        structures=(StructureRule(causal={True}, lengths={"equal"}),),
-        custom_scale=True,
-        dropout=True,
-        backward=True,
-        any_stride=True,
-        guards=(
-            *GRID,
-            Guard("k_length", lambda _call, sizes: sizes.k_length > 1, "at least 2", lambda sizes: sizes.k_length),
-            Guard("lengths", _short_lengths_fit, "multiples of 128 before cuDNN 9.15.1", None, "a newer cuDNN"),
-            Guard("lengths", _mask_gradient_fits, "multiples of 128 for a backward with a mask on 9.0", None, "pad"),
-            Guard("dropout_p", _dropout_fits, "a multiple of 1/16", lambda sizes: sizes.dropout_p),
-        ),
-    )
+    """Its limits."""
+    return LIMITS
 
 
 @hookimpl
@@ -107,9 +114,9 @@ def known_bad() -> Iterator[KnownBad]:
 
 
 @hookimpl
-def rank(call: Call) -> float:
-    """The fastest on Hopper and later (benchmarks/results), behind flash attention before."""
-    return 1.0 if call.capability is not None and call.capability >= (9, 0) else 1.3
+def rank(call: Call, sizes: Sizes) -> float:
+    """Microseconds, from the measured rates of `_cost`, once a plan exists; see `Cudnn.declines`."""
+    return _cost.cudnn(call, sizes, dense=LIMITS.form(call) == "dense")
 
 
 @hookimpl
@@ -142,7 +149,7 @@ class Cudnn:
         scale: float | None,
         dropout_p: float,
     ) -> Tensor:
-        """Pad, align, lay the mask out, and call it. Its one structure, causal at equal lengths, is the top-left flag."""
+        """Pad, align, lay the mask out, and call it. Its one structure, causal at equal lengths, is the flag."""
         v_dim, number = v.shape[3], scale
         if not ready(q, k, v, 8):
             number = scale_of(q, scale)
@@ -165,28 +172,24 @@ class Cudnn:
         dropout_p: float,
     ) -> str | Later | None:
         """Torch's own eligibility check; then, whether a plan for these very sizes pays yet."""
-        sizes = q.shape, k.shape
+        call, sizes = describe(
+            q, k, v, mask=mask, mask_info=mask_info, causal=causal, scale=scale, dropout_p=dropout_p, enable_gqa=True
+        )
         q, k, v = self._prepared(q, k, v)
         bias = None if mask is None else expanded_bias(mask, q, k)
         causal = causal or mask_info is not None
         refused = eligible("cudnn", q, k, v, bias, dropout_p, causal, q.shape[1] != k.shape[1])
-        return refused or _worth_a_plan(*sizes, q.element_size(), causal=causal)
+        return refused or _worth_a_plan(call, sizes)
 
     def _prepared(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         dim, v_dim = (-(-each.shape[3] // 8) * 8 for each in (q, v))
         return aligned(padded(q, dim)), aligned(padded(k, dim)), aligned(padded(v, v_dim))
 
 
-def _worth_a_plan(q: torch.Size, k: torch.Size, itemsize: int, *, causal: bool) -> Later | None:
-    """After how many calls of one combination of sizes cuDNN's plan has paid for itself.
-
-    A plan takes about 40 ms to build and serves one combination of sizes (measured on an H200, cuDNN 9.19, as are the
-    numbers below). What a call gains over flash attention is half its time when it is bound by arithmetic (300 against 600
-    TFLOP/s), and two fifths when it is bound by reading the keys (2.5 against 4.3 TB/s).
-    """
-    batch, heads, n_q, dim = q
-    flops = 4.0 * batch * heads * n_q * k[2] * dim * (0.5 if causal else 1.0)
-    read = 2.0 * k.numel() * itemsize
-    gain = max(flops / 300e12 - flops / 600e12, read / 2.5e12 - read / 4.3e12)
-    calls = int(_PLAN_SECONDS / max(gain, 1e-9))
+def _worth_a_plan(call: Call, sizes: Sizes) -> Later | None:
+    """After how many calls of one combination of sizes a plan has paid for itself, against the next best kernel."""
+    dense = LIMITS.form(call) == "dense"
+    other = _cost.efficient(call, sizes, dense=True) if dense else _cost.flash(call, sizes)
+    gain = max(other - _cost.cudnn(call, sizes, dense=dense), 0.001)
+    calls = int(_PLAN_MICROSECONDS / gain)
     return Later("it builds a plan for each combination of sizes, about 40 ms", calls) if calls > 1 else None

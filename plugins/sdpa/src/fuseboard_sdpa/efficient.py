@@ -1,4 +1,4 @@
-"""`sdpa-efficient`: the memory-efficient (CUTLASS) kernel as PyTorch ships it for CUDA. The one with dense masks and float32."""
+"""`sdpa-efficient`: the memory-efficient (CUTLASS) kernel of PyTorch for CUDA: dense masks and float32."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from fuseboard import (
     StructureRule,
     hookimpl,
 )
+from fuseboard_sdpa import _cost
 from fuseboard_sdpa._limits import GRID, eligible
 from fuseboard_sdpa._tensors import aligned, binding, expanded_bias, needs_grad, padded, ready, repeated, scale_of
 
@@ -28,8 +29,43 @@ _BOTTOM_RIGHT = 2  # custom_mask_type of `_efficient_attention_forward`
 
 
 def _mask_fits(call: Call, sizes: Sizes) -> bool:
-    # https://github.com/pytorch/pytorch/issues/187227: offsets into the mask are 32 bits wide, rows beyond read wrong ones.
+    # https://github.com/pytorch/pytorch/issues/187227: offsets into the mask are 32 bits wide, rows beyond read wrong
+    # ones.
     return call.mask == "none" or sizes.q_length * sizes.k_length <= 2**32
+
+
+LIMITS = Constraints(
+    devices={"cuda"},
+    capability=((5, 0), (12, 1)),
+    dtypes={torch.float32, torch.float16, torch.bfloat16},
+    head_dims=HeadDims(),
+    v_head_dims=HeadDims(),
+    gqa=True,
+    causal=ALL_LENGTHS,
+    masks={"bool", "additive"},
+    mask_grad=True,
+    causal_and_mask=True,
+    structures=(
+        StructureRule(causal={True}, lengths={"equal", "fewer queries"}),
+        # The backward is not told of the window.
+        StructureRule(causal={True}, window={True}, lengths={"equal", "fewer queries"}, backward=False),
+    ),
+    custom_scale=True,
+    dropout=True,
+    backward=True,
+    any_stride=True,
+    guards=(
+        *GRID,
+        Guard(
+            "mask size",
+            _mask_fits,
+            "at most 2**32 queries * keys",
+            lambda sizes: sizes.q_length * sizes.k_length,
+            "pass mask_info",
+        ),
+    ),
+)
+"""What it takes. Its bottom-right mask is wrong when the queries outnumber the keys (seen: error 3 at 128 by 65)."""
 
 
 @hookimpl
@@ -40,38 +76,8 @@ def info() -> BackendInfo:
 
 @hookimpl
 def constraints() -> Constraints:
-    """What it takes. Its bottom-right mask is wrong when the queries outnumber the keys (seen: error 3 at 128 by 65)."""
-    return Constraints(
-        devices={"cuda"},
-        capability=((5, 0), (12, 1)),
-        dtypes={torch.float32, torch.float16, torch.bfloat16},
-        head_dims=HeadDims(),
-        v_head_dims=HeadDims(),
-        gqa=True,
-        causal=ALL_LENGTHS,
-        masks={"bool", "additive"},
-        mask_grad=True,
-        causal_and_mask=True,
-        structures=(
-            StructureRule(causal={True}, lengths={"equal", "fewer queries"}),
-            # The backward is not told of the window.
-            StructureRule(causal={True}, window={True}, lengths={"equal", "fewer queries"}, backward=False),
-        ),
-        custom_scale=True,
-        dropout=True,
-        backward=True,
-        any_stride=True,
-        guards=(
-            *GRID,
-            Guard(
-                "mask size",
-                _mask_fits,
-                "at most 2**32 queries * keys",
-                lambda sizes: sizes.q_length * sizes.k_length,
-                "pass mask_info",
-            ),
-        ),
-    )
+    """Its limits."""
+    return LIMITS
 
 
 @hookimpl
@@ -81,12 +87,9 @@ def exactness() -> Exactness:
 
 
 @hookimpl
-def rank(call: Call) -> float:
-    """Measured (benchmarks/results): four times cuDNN's time in half precision, the best there is in float32."""
-    structure = call.structure
-    if structure is not None and structure.causal and structure.keys == "none" and call.lengths != "more queries":
-        return 0.8
-    return 1.0 if call.dtype == torch.float32 else 3.0
+def rank(call: Call, sizes: Sizes) -> float:
+    """Microseconds, from the measured rates of `_cost`."""
+    return _cost.efficient(call, sizes, dense=LIMITS.form(call) == "dense")
 
 
 @hookimpl

@@ -1,9 +1,9 @@
 """`sdpa-flash`: FlashAttention 2 as PyTorch ships it for CUDA, structured masks included.
 
-Called directly its causal flag is *bottom-right*: public attention hides that by refusing unequal lengths. Here the top-left
-flag is made of it by cutting the keys to the queries, and the bottom-right structure is what it takes by itself. A window goes
-to `_flash_attention_forward`. Padded keys go to its form for packed sequences, which is told where each row's real keys start
-and how many they are: nothing is gathered, and keys that are not real are not read.
+Called directly its causal flag is *bottom-right*: public attention hides that by refusing unequal lengths. Here the
+top-left flag is made of it by cutting the keys to the queries, and the bottom-right structure is what it takes by
+itself. A window goes to `_flash_attention_forward`. Padded keys go to its form for packed sequences, which is told
+where each row's real keys start and how many they are: nothing is gathered, and keys that are not real are not read.
 """
 
 from __future__ import annotations
@@ -26,16 +26,48 @@ from fuseboard import (
     StructureRule,
     hookimpl,
 )
+from fuseboard_sdpa import _cost
 from fuseboard_sdpa._limits import GRID, GRID_LIMIT, eligible
 from fuseboard_sdpa._tensors import aligned, binding, padded, ready, scale_of
 
 
 def _backward_fits(call: Call, sizes: Sizes) -> bool:
-    # Offsets into the padded accumulator of dQ are 32 bits wide; beyond that it writes out of bounds. The forward is fine.
+    # Offsets into the padded accumulator of dQ are 32 bits wide; beyond that it writes out of bounds. The forward is
+    # fine.
     return (
         not call.grad
         or sizes.batch * sizes.heads * (-(-sizes.q_length // 128) * 128) * max(sizes.head_dim, 32) <= 2**31
     )
+
+
+LIMITS = Constraints(
+    devices={"cuda"},
+    capability=((8, 0), (12, 1)),
+    dtypes={torch.float16, torch.bfloat16},
+    head_dims=HeadDims(high=256),
+    v_head_dims=HeadDims(high=256),
+    gqa=True,
+    causal={"equal", "fewer queries"},
+    structures=(
+        StructureRule(causal={True}, window={False, True}),
+        # A window open to the right is given the bound k_length there, which cuts when the queries outnumber the keys.
+        StructureRule(causal={False}, window={True}, lengths={"equal", "fewer queries"}),
+        # With causality or a window the kernel aligns to the last *real* key, the structure to the last key: the same
+        # only when the padding is on the left.
+        StructureRule(keys={"right"}, causal={False}, backward=False),
+        StructureRule(keys={"left"}, causal={True}, window={False, True}, backward=False),
+        StructureRule(keys={"left"}, causal={False}, backward=False),
+    ),
+    custom_scale=True,
+    dropout=True,
+    backward=True,
+    any_stride=True,
+    guards=(
+        *GRID,
+        Guard("backward size", _backward_fits, "2**31 accumulator elements", None, "split the batch"),
+    ),
+)
+"""What it takes. It has no dense mask at all; gradients are not right with packed sequences of given lengths."""
 
 
 @hookimpl
@@ -46,34 +78,8 @@ def info() -> BackendInfo:
 
 @hookimpl
 def constraints() -> Constraints:
-    """What it takes. It has no dense mask at all; gradients are not right with packed sequences of given lengths."""
-    return Constraints(
-        devices={"cuda"},
-        capability=((8, 0), (12, 1)),
-        dtypes={torch.float16, torch.bfloat16},
-        head_dims=HeadDims(high=256),
-        v_head_dims=HeadDims(high=256),
-        gqa=True,
-        causal={"equal", "fewer queries"},
-        structures=(
-            StructureRule(causal={True}, window={False, True}),
-            # A window open to the right is given the bound k_length there, which cuts when the queries outnumber the keys.
-            StructureRule(causal={False}, window={True}, lengths={"equal", "fewer queries"}),
-            # With causality or a window the kernel aligns to the last *real* key, the structure to the last key: the same
-            # only when the padding is on the left.
-            StructureRule(keys={"right"}, causal={False}, backward=False),
-            StructureRule(keys={"left"}, causal={True}, window={False, True}, backward=False),
-            StructureRule(keys={"left"}, causal={False}, backward=False),
-        ),
-        custom_scale=True,
-        dropout=True,
-        backward=True,
-        any_stride=True,
-        guards=(
-            *GRID,
-            Guard("backward size", _backward_fits, "2**31 accumulator elements", None, "split the batch"),
-        ),
-    )
+    """Its limits."""
+    return LIMITS
 
 
 @hookimpl
@@ -83,11 +89,9 @@ def exactness() -> Exactness:
 
 
 @hookimpl
-def rank(call: Call) -> float:
-    """Measured (benchmarks/results): behind cuDNN on Hopper, ahead of all with a structure, which skips what is hidden."""
-    if call.structure is not None and not call.structure.is_open:
-        return 0.5
-    return 1.1
+def rank(call: Call, sizes: Sizes) -> float:
+    """Microseconds, from the measured rates of `_cost`."""
+    return _cost.flash(call, sizes)
 
 
 @hookimpl
@@ -155,7 +159,7 @@ class Flash:
         return aligned(padded(q, dim)), aligned(padded(k, dim)), aligned(padded(v, dim))
 
     def _call(self, q: Tensor, k: Tensor, v: Tensor, info: MaskInfo, scale: float, dropout_p: float) -> Tensor:
-        """A window: `(batch, length, heads, head_dim)`, bounds inclusive, counted from the last key as in the structure."""
+        """A window: `(batch, length, heads, head_dim)`, bounds inclusive, aligned as the structure is."""
         out: Tensor = self._forward(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, None, q.shape[2], k.shape[2], dropout_p,
             info.causal, False, scale=scale, **_window(info),
@@ -163,7 +167,7 @@ class Flash:
         return out.transpose(1, 2)
 
     def _padded(self, q: Tensor, k: Tensor, v: Tensor, info: MaskInfo, scale: float, dropout_p: float) -> Tensor:
-        """Padded keys: all tokens in one row, `(tokens, heads, head_dim)`, with where real keys start and how many they are."""
+        """Padded keys: all tokens in one row, `(tokens, heads, head_dim)`, with where each row's keys start."""
         batch, heads, n_q, dim = q.shape
         n_k = k.shape[2]
         lengths = info.lengths()
@@ -178,7 +182,8 @@ class Flash:
         rows = q.shape[0]
         first_query, first_key = info.derived(("offsets", rows, n_q), lambda: _offsets(info, lengths, n_q, n_k))
         out: Tensor = self._forward(
-            _as_tokens(q), _as_tokens(k), _as_tokens(v), first_query, first_key, n_q, n_k, dropout_p, info.causal, False,
+            _as_tokens(q), _as_tokens(k), _as_tokens(v), first_query, first_key, n_q, n_k, dropout_p, info.causal,
+            False,
             scale=scale, seqused_k=lengths, **_window(info),
         )[0]  # fmt: skip
         return out.view(rows, n_q, -1, dim).transpose(1, 2).reshape(batch, heads, n_q, dim)

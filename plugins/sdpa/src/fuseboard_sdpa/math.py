@@ -1,4 +1,4 @@
-"""`sdpa-math`: torch's attention by its definition: matrix products and a softmax. Slow, and takes nearly everything."""
+"""`sdpa-math`: torch's attention by its definition, matrix products and a softmax. Takes nearly everything."""
 
 from __future__ import annotations
 
@@ -8,8 +8,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fuseboard import ALL_LENGTHS, BackendInfo, Constraints, Exactness, HeadDims, MaskInfo, hookimpl
+from fuseboard import ALL_LENGTHS, BackendInfo, Call, Constraints, Exactness, HeadDims, MaskInfo, Sizes, hookimpl
+from fuseboard_sdpa import _cost
 from fuseboard_sdpa._tensors import binding, hidden_as_bias
+
+LIMITS = Constraints(
+    devices={"cpu", "cuda"},
+    dtypes={torch.float64, torch.float32, torch.bfloat16, torch.float16},
+    head_dims=HeadDims(),
+    v_head_dims=HeadDims(),
+    gqa=True,
+    causal=ALL_LENGTHS,
+    masks={"bool", "additive"},
+    mask_fp32=True,
+    mask_grad=True,
+    custom_scale=True,
+    dropout=True,
+    backward=True,
+    any_stride=True,
+)
+"""What it takes. The operator adds a boolean mask as numbers and raises for one beside the causal flag."""
 
 
 @hookimpl
@@ -20,22 +38,8 @@ def info() -> BackendInfo:
 
 @hookimpl
 def constraints() -> Constraints:
-    """What it takes. The operator adds a boolean mask as numbers and raises for one beside the causal flag."""
-    return Constraints(
-        devices={"cpu", "cuda"},
-        dtypes={torch.float64, torch.float32, torch.bfloat16, torch.float16},
-        head_dims=HeadDims(),
-        v_head_dims=HeadDims(),
-        gqa=True,
-        causal=ALL_LENGTHS,
-        masks={"bool", "additive"},
-        mask_fp32=True,
-        mask_grad=True,
-        custom_scale=True,
-        dropout=True,
-        backward=True,
-        any_stride=True,
-    )
+    """Its limits."""
+    return LIMITS
 
 
 @hookimpl
@@ -45,9 +49,9 @@ def exactness() -> Exactness:
 
 
 @hookimpl
-def rank() -> float:
-    """The score matrix goes through memory several times."""
-    return 10.0
+def rank(call: Call, sizes: Sizes) -> float:
+    """Microseconds, from the measured rates of `_cost`."""
+    return _cost.math(call, sizes)
 
 
 @hookimpl
