@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -71,7 +72,7 @@ def classify(error: BaseException, handled: BaseException | None = None) -> Mean
             caller.
     """
     for each in _chain(error, handled):
-        if not isinstance(each, Exception):
+        if not isinstance(each, Exception) or _is_end_of_recomputation(each):
             return Meaning.CANCELLED
         if _is_out_of_memory(each):
             return Meaning.OUT_OF_MEMORY
@@ -96,6 +97,13 @@ def _chain(error: BaseException, handled: BaseException | None) -> Iterator[Base
             each.__cause__,
             *(member for member in members if isinstance(member, BaseException)),
         ]
+
+
+def _is_end_of_recomputation(error: Exception) -> bool:
+    """Gradient checkpointing stops its second forward by raising from a hook, in the midst of whichever kernel runs."""
+    module = sys.modules.get("torch.utils.checkpoint")
+    kind = getattr(module, "_StopRecomputationError", None)
+    return kind is not None and isinstance(error, kind)
 
 
 def _is_out_of_memory(error: Exception) -> bool:

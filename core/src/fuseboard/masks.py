@@ -126,7 +126,6 @@ class MaskInfo:
     # What stands for this object where selections are remembered: everything but the keys' values.
     signature: tuple[object, ...] = attrs.field(init=False, repr=False)
     _derived: dict[Hashable, Any] = attrs.field(init=False, factory=dict, repr=False)
-    _reduced: dict[Structure, MaskInfo] = attrs.field(init=False, factory=dict, repr=False)
 
     def __attrs_post_init__(self) -> None:
         keys = None if self.keys is None else (self.keys.shape, self.keys.device)
@@ -245,7 +244,8 @@ def mask_for(
         if not padded:
             keys, padding = None, None
         elif padding is None:
-            padding = _padding_of(keys)
+            found = _padding_of(keys)
+            padding = "right" if found == "both" else found
     info = MaskInfo(keys, causal, window, padding)
     if info.structure(q_length, k_length).is_open:
         return Masked(None, info)

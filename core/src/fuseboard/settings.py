@@ -56,8 +56,8 @@ def read(environ: Mapping[str, str] | None = None) -> Settings:
     known = {"DISABLE", "DEBUG", "TEST", "PROBE_TIMEOUT"}
     for name in environ:
         if name.startswith(PREFIX) and name.removeprefix(PREFIX) not in known:
-            near = difflib.get_close_matches(name, [PREFIX + each for each in known], n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
+            near = difflib.get_close_matches(name.removeprefix(PREFIX), known, n=1)
+            hint = f" Did you mean {PREFIX}{near[0]}?" if near else ""
             log.warning("%s is not a setting of fuseboard and does nothing.%s", name, hint)
     debug = _words(environ, "DEBUG", DEBUG_VALUES)
     test = _words(environ, "TEST", TEST_VALUES)
