@@ -45,6 +45,6 @@ def dropout_problem(kit: Kit, dtype: torch.dtype) -> str | None:
         return None
     seed = torch.randn(outcome.shape, generator=generator).to(kit.device, dtype)
     (got,) = torch.autograd.grad(outcome, v, seed)
-    want = (kept * whole).transpose(-1, -2) @ seed.double()
+    want = (kept.double() * whole).transpose(-1, -2) @ seed.double()
     off, allowed = float((got.double() - want).abs().max()), gradient_tolerance(kit.backend.tolerance(dtype), want)
     return None if off <= allowed else f"{dtype}: its backward drops other weights than its forward: off by {off:.2g}"

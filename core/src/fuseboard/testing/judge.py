@@ -240,12 +240,12 @@ class Kit:
             )
         if error <= allowed:
             return None
-        dropped = self._moves(inputs, out, want, allowed, via)
-        if dropped is not None and dropped.word == "dropped argument":
-            return dropped
         detail = f"its output is off by {error:.2g}, tolerance {allowed:.2g}"
-        read = next((text for text, other in _misreadings(exact) if distance(out, other) <= allowed), None)
-        return Outcome("wrong", read or "", detail)
+        for misread, result in _misreadings(exact):
+            if distance(out, result) <= allowed:
+                return Outcome("wrong", misread, detail)
+        moved = self._moves(inputs, out, want, allowed, via)
+        return moved if moved is not None and moved.word == "dropped argument" else Outcome("wrong", "", detail)
 
     def _gradients(self, case: Case, inputs: Inputs, exact: Inputs, out: Tensor, want: Tensor) -> Outcome | None:
         if not out.requires_grad:
