@@ -49,6 +49,7 @@ class Call:
         structure: What `mask_info` asks at these lengths; None without one. `Structure()` says that nothing is hidden.
         causal: The top-left flag.
         custom_scale: A scale was given.
+        negative_scale: The scale given is zero or below, which kernels that keep the largest unscaled score get wrong.
         dropout: `dropout_p > 0`.
         grad: Some input needs a gradient, the mask included.
         packed_last: The last dimension of q, k and v is contiguous.
@@ -72,6 +73,7 @@ class Call:
     structure: Structure | None = None
     causal: bool = False
     custom_scale: bool = False
+    negative_scale: bool = False
     dropout: bool = False
     grad: bool = False
     packed_last: bool = True
@@ -178,6 +180,7 @@ def describe(
         structure=structure,
         causal=causal,
         custom_scale=scale is not None,
+        negative_scale=scale is not None and scale <= 0,
         dropout=dropout_p > 0.0,
         grad=grad,
         packed_last=all(t.shape[-1] < 2 or t.stride(-1) == 1 for t in (q, k, v)),  # noqa: PLR2004
@@ -277,8 +280,8 @@ def _check_mask(mask: Tensor | None, q: Tensor, sizes: Sizes) -> None:
         raise InputError("mask", msg)
     # float32 beside any q is torch's own rule; integers are never added as numbers.
     if mask.dtype not in (torch.bool, torch.float32, q.dtype):
-        allowed = f"torch.bool (True = attend), or additive in {q.dtype} or torch.float32"
-        msg = f"mask has dtype {mask.dtype} and q {q.dtype}; expected {allowed}."
+        additive = " or ".join(dict.fromkeys((str(q.dtype), "torch.float32")))
+        msg = f"mask has dtype {mask.dtype} and q {q.dtype}; expected torch.bool (True = attend), or {additive} to add."
         raise InputError("mask", msg)
     want = (sizes.batch, sizes.heads, sizes.q_length, sizes.k_length)
     wrong = [axis for axis in range(1, mask.dim() + 1) if axis > 4 or mask.shape[-axis] not in (1, want[-axis])]  # noqa: PLR2004

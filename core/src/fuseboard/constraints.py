@@ -235,7 +235,8 @@ class Constraints:
         mask_grad: Gives a gradient of the additive mask.
         causal_and_mask: Takes the top-left flag and a dense mask together.
         structures: Structures it takes in place of a dense mask.
-        custom_scale: Takes a scale.
+        custom_scale: Takes a scale above zero.
+        negative_scale: Takes any scale.
         dropout: Takes dropout.
         backward: Has a backward.
         empty: Takes lengths, batches and heads of zero.
@@ -265,6 +266,7 @@ class Constraints:
     causal_and_mask: bool = False
     structures: tuple[StructureRule, ...] = attrs.field(default=(), converter=_tuple, validator=_all_are(StructureRule))
     custom_scale: bool = False
+    negative_scale: bool = False
     dropout: bool = False
     backward: bool = False
     empty: bool = False
@@ -431,11 +433,11 @@ def _causal_and_mask(limits: Constraints, call: Call, form: Form) -> _Found:
 
 
 def _scale(limits: Constraints, call: Call, _form: Form) -> _Found:
-    return (
-        None
-        if limits.custom_scale or not call.custom_scale
-        else ("scale", "custom", "1/sqrt(head_dim)", "multiply q", "custom scale")
-    )
+    if call.negative_scale and not limits.negative_scale:
+        return "scale", "zero or below", "above zero", "negate q", "scale not above zero"
+    if call.custom_scale and not limits.custom_scale:
+        return "scale", "custom", "1/sqrt(head_dim)", "multiply q", "custom scale"
+    return None
 
 
 def _dropout(limits: Constraints, call: Call, _form: Form) -> _Found:

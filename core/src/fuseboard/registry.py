@@ -256,7 +256,12 @@ class Registry:
                 return default
             caller = getattr(manager.hook, name)
             names = tuple(inspect.signature(getattr(hookspecs, name)).parameters)
-            return lambda *given: caller(**dict(zip(names, given, strict=True)))
+            implementation = caller.get_hookimpls()[-1]
+            if implementation.wrapper or implementation.hookwrapper:
+                return lambda *given: caller(**dict(zip(names, given, strict=True)))
+            # One plugin, one implementation: called directly with the arguments it takes, a twentieth of a hook call's cost.
+            function, places = implementation.function, [names.index(each) for each in implementation.argnames]
+            return lambda *given: function(*(given[place] for place in places))
 
         info = _typed("info", hook("info", _never)(), BackendInfo)
         constraints = _typed("constraints", hook("constraints", _never)(), Constraints)

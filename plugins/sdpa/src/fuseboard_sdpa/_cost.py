@@ -25,26 +25,26 @@ def flash(call: Call, sizes: Sizes) -> float:
         hidden *= 0.6 if structure.keys != "none" else 1.0
         hidden *= 0.3 if structure.window else 1.0
     rate = 330e6 if call.head_dim >= WIDE else 270e6  # operations a microsecond
-    return max(33.0, hidden * _operations(call, sizes) / rate, hidden * _keys_read(call, sizes) / 2.5e6)
+    return max(28.0, hidden * _operations(call, sizes) / rate, hidden * _keys_read(call, sizes) / 2.5e6)
 
 
 def efficient(call: Call, sizes: Sizes, *, dense: bool) -> float:
     """CUTLASS. Cheap to launch; shared key heads are written out for it."""
     shared = sizes.heads // max(sizes.kv_heads, 1)
-    rate = (15e6 if call.dtype == torch.float32 else 150e6 if call.head_dim >= WIDE else 100e6) * (
+    rate = (29e6 if call.dtype == torch.float32 else 150e6 if call.head_dim >= WIDE else 100e6) * (
         0.8 if dense else 1.0
     )
     copies = 0.0 if shared == 1 else 2 * shared * _keys_read(call, sizes) / 2e6
     hidden = 0.6 if not dense and call.structure is not None and call.structure.causal else 1.0
     read = shared * _keys_read(call, sizes) / 2.5e6
-    return max(26.0 + copies, copies + hidden * _operations(call, sizes) / rate, copies + read)
+    return max(24.0 + copies, copies + hidden * _operations(call, sizes) / rate, copies + read)
 
 
 def cudnn(call: Call, sizes: Sizes, *, dense: bool) -> float:
     """The cuDNN kernel. It does not split keys: a decode step has batch times key heads to spread over the device."""
     rate = (250e6 if dense else 600e6 if call.head_dim >= WIDE else 430e6) * (1.0 if _is_hopper(call) else 0.5)
-    spread = min(1.0, sizes.batch * sizes.kv_heads / 64) if call.one_query else 1.0
-    launch = 45.0 if dense else 32.0  # the mask is laid out before
+    spread = min(1.0, max(sizes.batch * sizes.kv_heads, 1) / 64) if call.one_query else 1.0
+    launch = 80.0 if dense else 30.0  # the mask is laid out before
     return max(launch, _operations(call, sizes) / rate, _keys_read(call, sizes) / (4.3e6 * spread))
 
 

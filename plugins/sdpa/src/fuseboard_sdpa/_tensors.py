@@ -22,12 +22,6 @@ __all__ = [
     "scale_of",
 ]
 
-# Scalars on the CPU: torch reads them on any device without a copy, and they are nobody's memory in a graph capture.
-_ZERO_AND_MINUS_INFINITY = {
-    dtype: (torch.tensor(0.0, dtype=dtype), torch.tensor(-torch.inf, dtype=dtype))
-    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-}
-
 ALIGNMENT = 16
 """Bytes. CUTLASS-based kernels load 128 bits at a time, and so want it of pointers and strides."""
 
@@ -97,8 +91,12 @@ def repeated(tensor: Tensor, heads: int) -> Tensor:
 
 
 def hidden_as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A boolean mask as an additive one: 0 where True, -inf where False, in one kernel."""
-    return torch.where(mask, *_ZERO_AND_MINUS_INFINITY[dtype])
+    """A boolean mask as an additive one: 0 where True, -inf where False.
+
+    As logarithms: log 1 is 0 and log 0 is -inf, exactly, in two kernels; filling zeros takes three, and `where` copies its
+    numbers to the device, which a graph capture forbids.
+    """
+    return mask.to(dtype).log_()
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
@@ -107,7 +105,7 @@ def needs_grad(*tensors: Tensor | None) -> bool:
 
 
 def expanded_bias(mask: Tensor, q: Tensor, k: Tensor, multiple: int = 16) -> Tensor:
-    """An additive mask in q's dtype, `(batch, heads, q_length, k_length)`, its strides multiples of `multiple` elements.
+    """An additive mask in q's dtype, `(batch, heads, q_length, k_length)`, strides multiples of `multiple` elements.
 
     A boolean mask becomes 0 and -inf. Rows are laid out with padded length and sliced, so that a kernel may load whole
     vectors; axes of size 1 are expanded with stride 0. Differentiable in an additive mask.

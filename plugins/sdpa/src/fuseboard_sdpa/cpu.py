@@ -36,6 +36,7 @@ LIMITS = Constraints(
     causal_and_mask=True,
     structures=(StructureRule(causal={True}, lengths={"equal"}),),
     custom_scale=True,
+    negative_scale=True,
     backward=True,
     any_stride=True,
 )

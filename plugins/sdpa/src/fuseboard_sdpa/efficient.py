@@ -51,6 +51,7 @@ LIMITS = Constraints(
         StructureRule(causal={True}, window={True}, lengths={"equal", "fewer queries"}, backward=False),
     ),
     custom_scale=True,
+    negative_scale=True,
     dropout=True,
     backward=True,
     any_stride=True,

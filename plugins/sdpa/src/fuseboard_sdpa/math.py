@@ -23,6 +23,7 @@ LIMITS = Constraints(
     mask_fp32=True,
     mask_grad=True,
     custom_scale=True,
+    negative_scale=True,
     dropout=True,
     backward=True,
     any_stride=True,
