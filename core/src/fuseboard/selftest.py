@@ -181,13 +181,13 @@ def check(backend: Backend, kernel: Kernel, case: Case, device: torch.device) ->
         return ""
     inputs = {name: each for name, each in (("q", q), ("k", k), ("v", v), ("mask", given_mask)) if each is not None}
     before = {name: each.detach().clone() for name, each in inputs.items()}
+    roots = {"q": q, "k": k, "v": v} | ({"mask": mask} if mask is not None and case.mask_grad else {})
+    exact = {name: each.detach().double().cpu().clone().requires_grad_(case.backward) for name, each in roots.items()}
     with torch.set_grad_enabled(case.backward):
         try:
             out = kernel(q, k, v, **given)  # type: ignore[arg-type]
         except DeclinedError:
             return ""
-    roots = {"q": q, "k": k, "v": v} | ({"mask": mask} if mask is not None and case.mask_grad else {})
-    exact = {name: each.detach().cpu().double().requires_grad_(case.backward) for name, each in roots.items()}
     host_info = None if info is None else attrs.evolve(info, keys=None if info.keys is None else info.keys.cpu())
     host_mask = exact.get("mask", None if mask is None else mask.cpu())
     want = attention_fp64(
