@@ -18,6 +18,7 @@ EVERY = 9  # every ninth case tells a liar as surely as all of them
 REASONS = {
     "drops_the_mask": ("dropped argument", "mask"),
     "top_left_for_bottom_right": ("wrong", "top-left for bottom-right"),
+    "bottom_right_for_top_left": ("wrong", "bottom-right for top-left"),
     "ignores_the_window": ("dropped argument", "mask_info.window"),
     "ignores_the_scale": ("dropped argument", "scale"),
     "tiles_key_heads": ("wrong", "key heads tiled, not repeated"),

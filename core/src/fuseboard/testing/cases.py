@@ -39,7 +39,7 @@ STRUCTURES = [
     if each != ("none", False, None)
 ]
 
-LARGEST = 300 * 2**20
+LARGEST = 500 * 2**20
 """Bytes that a case for a guard may need, its float64 copies included."""
 
 GUARD_REACH = 2**17

@@ -48,6 +48,7 @@ EVERYTHING = Constraints(
     causal_and_mask=True,
     structures=(StructureRule(keys={"none", "right", "left", "any"}, window={False, True}),),
     custom_scale=True,
+    negative_scale=True,
     backward=True,
     empty=True,
     any_stride=True,
@@ -154,6 +155,11 @@ def _top_left(given: dict[str, Any]) -> None:
         given["mask_info"], given["causal"] = attrs.evolve(info, causal=False), True
 
 
+def _bottom_right(given: dict[str, Any]) -> None:
+    if given["causal"]:
+        given["mask_info"], given["causal"] = MaskInfo(causal=True), False
+
+
 def _without_window(given: dict[str, Any]) -> None:
     if given["mask_info"] is not None:
         given["mask_info"] = attrs.evolve(given["mask_info"], window=None)
@@ -231,6 +237,7 @@ def _liar(name: str, kernel: Kernel | None = None, **more: Any) -> Double:
 liars = SimpleNamespace(
     drops_the_mask=_liar("drops-the-mask", _lying(_without_mask)),
     top_left_for_bottom_right=_liar("top-left-for-bottom-right", _lying(_top_left)),
+    bottom_right_for_top_left=_liar("bottom-right-for-top-left", _lying(_bottom_right)),
     ignores_the_window=_liar("ignores-the-window", _lying(_without_window)),
     ignores_the_scale=_liar("ignores-the-scale", _lying(_without_scale)),
     tiles_key_heads=_liar("tiles-key-heads", _lying(_tiled)),

@@ -203,11 +203,11 @@ class Kit:
         want = _reference(exact)
         problem = self._changed(inputs, before) or _malformed(out, want, inputs.q)
         if problem is None:
-            problem = self._misfit(case, inputs, exact, out, want, via)
+            problem = self._misfit(inputs, exact, out, want, via)
         if problem is None and case.grad:
             problem = self._gradients(case, inputs, exact, out, want) or self._changed(inputs, before)
         if problem is None and not (case.grad or case.note or case.crossed):
-            problem = self._moves(inputs, out, want, self.backend.tolerance(case.dtype), via)
+            problem = self._moves(inputs, out, want, via)
         return problem or Outcome("ok", form=answer.form)
 
     def _exact(self, inputs: Inputs, grad: str) -> Inputs:
@@ -225,27 +225,30 @@ class Kit:
         q, k, v = copy(inputs.q, "q"), copy(inputs.k, "k"), copy(inputs.v, "v")
         return attrs.evolve(inputs, q=q, k=k, v=v, mask=mask, info=info)
 
-    def _misfit(self, case: Case, inputs: Inputs, exact: Inputs, out: Tensor, want: Tensor, via: Via) -> Outcome | None:
+    def _misfit(self, inputs: Inputs, exact: Inputs, out: Tensor, want: Tensor, via: Via) -> Outcome | None:
         error = distance(out, want)
-        declared = self.backend.tolerance(case.dtype)
-        if error <= declared:
-            return None
-        allowed = declared
-        call, _ = describe(inputs.q, inputs.k, inputs.v, enable_gqa=True, **inputs.arguments())
-        if self.backend.exactness(call) is Exactness.EXACT:
-            with torch.no_grad():
-                usual = distance(_definition(inputs), want)
-            allowed = max(
-                declared, 2 * usual + torch.finfo(case.dtype).eps * max(1.0, float(want.detach().abs().max()))
-            )
+        allowed = self._allowed(inputs, want, error)
         if error <= allowed:
             return None
         detail = f"its output is off by {error:.2g}, tolerance {allowed:.2g}"
         for misread, result in _misreadings(exact):
             if distance(out, result) <= allowed:
                 return Outcome("wrong", misread, detail)
-        moved = self._moves(inputs, out, want, allowed, via)
+        moved = self._moves(inputs, out, want, via)
         return moved if moved is not None and moved.word == "dropped argument" else Outcome("wrong", "", detail)
+
+    def _allowed(self, inputs: Inputs, want: Tensor, error: float) -> float:
+        """The tolerance. How far off attention by its definition is, is only asked where the declared one is passed."""
+        declared = self.backend.tolerance(inputs.q.dtype)
+        if error <= declared:
+            return declared
+        call, _ = describe(inputs.q, inputs.k, inputs.v, enable_gqa=True, **inputs.arguments())
+        if self.backend.exactness(call) is not Exactness.EXACT:
+            return declared
+        with torch.no_grad():
+            usual = distance(_definition(inputs), want)
+        rounding = torch.finfo(inputs.q.dtype).eps * max(1.0, float(want.detach().abs().max()))
+        return max(declared, 2 * usual + rounding)
 
     def _gradients(self, case: Case, inputs: Inputs, exact: Inputs, out: Tensor, want: Tensor) -> Outcome | None:
         if not out.requires_grad:
@@ -272,22 +275,25 @@ class Kit:
                 return Outcome("wrong", f"gradient of {name}", f"it is off by {error:.2g}, tolerance {allowed:.2g}")
         return None
 
-    def _moves(self, inputs: Inputs, out: Tensor, want: Tensor, allowed: float, via: Via) -> Outcome | None:
+    def _moves(self, inputs: Inputs, out: Tensor, want: Tensor, via: Via) -> Outcome | None:
         """Move one argument after the other: the output must move as the reference moves."""
         for name, moved in _moved(inputs):
             target = _reference(self._exact(moved, ""))
             shift = distance(target, want)
-            if shift <= MOVED * allowed:
+            if shift <= MOVED * self.backend.tolerance(inputs.q.dtype):
                 continue  # hides or changes nothing here
             answer = self._call(moved, via, grad=False)
             if isinstance(answer, Outcome):
+                if answer.failed:
+                    return attrs.evolve(answer, detail=f"after {name} was moved: {answer.detail}")
                 continue  # the moved call is another call, and may be refused
-            if _malformed(answer.out, target, moved.q) is None and distance(answer.out, target) <= 2 * allowed:
+            problem = _malformed(answer.out, target, moved.q)
+            error = distance(answer.out, target)
+            if problem is None and error <= self._allowed(moved, target, error):
                 continue
             if distance(answer.out, out.detach().double()) <= shift / MOVED:
                 return Outcome("dropped argument", name, f"{name} was moved, and the output stayed where it was")
-            error = distance(answer.out, target)
-            return Outcome("wrong", f"after {name} was moved", f"its output is off by {error:.2g}")
+            return problem or Outcome("wrong", f"after {name} was moved", f"its output is off by {error:.2g}")
         return None
 
     def _changed(self, inputs: Inputs, before: dict[str, Tensor]) -> Outcome | None:
