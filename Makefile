@@ -36,7 +36,8 @@ lint: $(VENV)/.ready
 types: $(VENV)/.ready
 	$(BIN)/mypy core/src plugins/*/src
 
-unit: $(VENV)/.ready
+# With the demo's packages, so that the demo is tested too; without them its tests are skipped and say so.
+unit: $(VENV)/.demo
 	$(BIN)/pytest
 
 quick: $(VENV)/.ready
