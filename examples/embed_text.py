@@ -297,7 +297,7 @@ def show_policies(console: Console, report: dict[str, Any]) -> None:
     say(
         console,
         f"tokens/s: the median of {rounds} in which all took turns, on {report['timed']:,} of the tokens. "
-        f"difference: the largest from plain transformers in the {report['numbers']:,} numbers of the passages' vectors.",
+        f"difference: the largest from plain transformers, in {report['numbers']:,} numbers of their vectors.",
         "dim",
     )
 
