@@ -47,6 +47,7 @@ def installed(tmp_path_factory):
     return folder / "site"
 
 
+@pytest.mark.slow
 def test_the_plugin_is_green_under_the_kit(installed, tmp_path):
     options = ("-p", "no:cacheprovider", "-q", "--fuseboard-backend", "acme", "--fuseboard-device", "cpu")
     done = child(tmp_path, "-W", "error", "-m", "pytest", *options, path=installed)

@@ -32,6 +32,7 @@ def test_pytest_loads_no_torch_without_the_option(tmp_path):
     assert "1 passed" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_loopback_is_green_from_end_to_end(kit):
     done = kit("loopback", "fuseboard.testing.doubles:loopback", "-k", "not test_case or 33x33 or 1x77")
     assert done.returncode == 0, done.stdout
@@ -107,6 +108,7 @@ def test_lines_of_other_backends_are_none_of_this_runs_business(kit, tmp_path):
     assert kit("narrow", "double_source:plugin", *options, source=NARROW).returncode == 0
 
 
+@pytest.mark.slow
 def test_the_matrix_is_written_between_its_markers_and_is_the_same_each_time(kit, tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text("above\n<!-- fuseboard matrix: narrow -->\nstale\n<!-- end -->\nbelow\n")

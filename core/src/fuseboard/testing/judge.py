@@ -111,9 +111,7 @@ class Kit:
         if device is None and not here:
             devices = ", ".join(sorted(backend.constraints.devices))
             raise PolicyError(name, f"--fuseboard-backend {name}: it runs on {devices}, which this machine has not.")
-        where = torch.device(device or here[0])
-        if where.type == "cuda" and where.index is None:
-            where = torch.device("cuda", torch.cuda.current_device())
+        where = torch.empty(0, device=device or here[0]).device  # as tensors name it: cuda:0, not cuda
         return cls(backend, where, policy)
 
     def verdict(self) -> probe.Verdict:
