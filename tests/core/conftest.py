@@ -29,7 +29,7 @@ def make_site(request):
     """Make a site under a name that no other test has."""
 
     def make(**options):
-        return fb.Site(f"{request.node.name}.{next(_numbers)}", **options)
+        return fb.Site(f"{request.node.originalname}.{next(_numbers)}", **options)
 
     return make
 

@@ -336,5 +336,5 @@ def test_a_declaration_that_would_quietly_mean_something_else_is_an_error(make):
 def test_version_ranges_are_lists_of_terms():
     assert version_terms(" >=2.6 , <3,!=2.7.1") == [(">=", "2.6"), ("<", "3"), ("!=", "2.7.1")]
     assert version_terms("") == []
-    with pytest.raises(ValueError, match="version range '>=2.6,~=3': '~=3' is not an operator and a version"):
+    with pytest.raises(ValueError, match=r"version range '>=2\.6,~=3': '~=3' is not an operator and a version"):
         version_terms(">=2.6,~=3")

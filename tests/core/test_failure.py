@@ -84,7 +84,9 @@ def test_errors_after_which_the_device_is_lost_are_sticky(error):
     assert classify(error) is Meaning.STICKY
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(), GeneratorExit(), asyncio.CancelledError()], ids=repr)
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), SystemExit(), GeneratorExit(), asyncio.CancelledError()], ids=repr
+)
 def test_what_is_no_exception_is_cancellation(error):
     assert classify(error) is Meaning.CANCELLED
 

@@ -147,7 +147,7 @@ def test_an_unknown_name_resolves_to_none():
 @pytest.mark.parametrize(
     ("error", "text"),
     [
-        (ImportError("libcudart.so.12: cannot open shared object file\nmore"), "ImportError: libcudart.so.12: cannot open shared object file"),
+        (ImportError("libcudart.so.12: not found\nmore"), "ImportError: libcudart.so.12: not found"),
         (ModuleNotFoundError("No module named 'acme'"), "ModuleNotFoundError: No module named 'acme'"),
         (OSError("undefined symbol"), "OSError: undefined symbol"),
         (AttributeError("no such function"), "AttributeError: no such function"),

@@ -70,7 +70,8 @@ def test_a_site_shows_its_flags():
 def recording(names):
     """A reference with parameters of these names, and what it is given."""
     given = []
-    body = f"def reference(q, k, v, {', '.join(f'{name}=None' for name in names)}):\n    given.append(locals())\n    return q\n"
+    parameters = ", ".join(f"{name}=None" for name in names)
+    body = f"def reference(q, k, v, {parameters}):\n    given.append(locals())\n    return q\n"
     scope = {"given": given}
     exec(body, scope)
     return scope["reference"], given

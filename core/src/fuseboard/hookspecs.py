@@ -82,6 +82,6 @@ def exactness(call: Call) -> Exactness:  # type: ignore[empty-body]
 def rank(call: Call, sizes: Sizes) -> float:  # type: ignore[empty-body]
     """Estimate the microseconds of such a call, launch included; only the order among backends matters.
 
-    Asked for each new combination of sizes, since what is fastest depends on them: a launch dominates a small call, reading
-    the keys a decode step, arithmetic a prefill. Missing: tried after all that say something.
+    Asked for each new combination of sizes, since what is fastest depends on them: a launch dominates a small call,
+    reading the keys a decode step, arithmetic a prefill. Missing: tried after all that say something.
     """

@@ -259,7 +259,8 @@ class Registry:
             implementation = caller.get_hookimpls()[-1]
             if implementation.wrapper or implementation.hookwrapper:
                 return lambda *given: caller(**dict(zip(names, given, strict=True)))
-            # One plugin, one implementation: called directly with the arguments it takes, a twentieth of a hook call's cost.
+            # One plugin, one implementation: called directly with the arguments it takes, a twentieth of a hook
+            # call's cost.
             function, places = implementation.function, [names.index(each) for each in implementation.argnames]
             return lambda *given: function(*(given[place] for place in places))
 
