@@ -1,4 +1,4 @@
-"""What a call costs each CUDA kernel, in microseconds: a launch, arithmetic, or reading memory, whichever is longest.
+"""What a call costs each kernel, in microseconds: a launch, arithmetic, or reading memory, whichever is longest.
 
 The rates are fits to one H200 (benchmarks/results/sdpa_grid.md). They are for ordering kernels, not for predicting
 time: on another GPU all of them move together, but for cuDNN, which is ahead of flash attention only from Hopper on.
@@ -10,7 +10,7 @@ import torch
 
 from fuseboard import Call, Sizes
 
-__all__ = ["cudnn", "efficient", "flash", "math"]
+__all__ = ["cpu", "cudnn", "efficient", "flash", "math"]
 
 HOPPER = (9, 0)
 WIDE = 96  # from this head dimension on the tensor cores are kept busy
@@ -50,7 +50,14 @@ def cudnn(call: Call, sizes: Sizes, *, dense: bool) -> float:
 
 def math(call: Call, sizes: Sizes) -> float:
     """Matrix products and a softmax over scores that go through memory several times."""
+    if call.device_type == "cpu":
+        return 20.0 + 2.5 * cpu(call, sizes, told=False)
     return 150.0 + 40 * sizes.batch * sizes.heads * sizes.q_length * sizes.k_length / 4e6
+
+
+def cpu(call: Call, sizes: Sizes, *, told: bool) -> float:
+    """Flash attention on two CPU cores. Where it is told of causality, half of the scores are never computed."""
+    return 12.0 + _operations(call, sizes) * (0.6 if told and not call.causal else 1.0) / 8e4
 
 
 def _is_hopper(call: Call) -> bool:

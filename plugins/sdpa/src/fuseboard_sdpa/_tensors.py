@@ -93,8 +93,8 @@ def repeated(tensor: Tensor, heads: int) -> Tensor:
 def hidden_as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """A boolean mask as an additive one: 0 where True, -inf where False.
 
-    As logarithms: log 1 is 0 and log 0 is -inf, exactly, in two kernels; filling zeros takes three, and `where` copies its
-    numbers to the device, which a graph capture forbids.
+    As logarithms: log 1 is 0 and log 0 is -inf, exactly, in two kernels; filling zeros takes three, and `where` copies
+    its numbers to the device, which a graph capture forbids.
     """
     return mask.to(dtype).log_()
 

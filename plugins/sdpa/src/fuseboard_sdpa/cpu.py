@@ -20,6 +20,7 @@ from fuseboard import (
     StructureRule,
     hookimpl,
 )
+from fuseboard_sdpa import _cost
 from fuseboard_sdpa._tensors import binding, hidden_as_bias, packed
 
 _FLASH = 1  # at::SDPBackend::flash_attention
@@ -63,10 +64,8 @@ def exactness() -> Exactness:
 
 @hookimpl
 def rank(call: Call, sizes: Sizes) -> float:
-    """Microseconds on two cores: torch's default. With causality told, half of the scores are never computed."""
-    told = call.causal or (call.structure is not None and call.structure.causal and call.lengths == "equal")
-    scores = sizes.batch * sizes.heads * sizes.q_length * sizes.k_length * (0.6 if told else 1.0)
-    return 12.0 + scores * (sizes.head_dim + sizes.v_head_dim) / 2e5  # head dims times scores a microsecond
+    """Microseconds, by `_cost`."""
+    return _cost.cpu(call, sizes, told=LIMITS.form(call) == "structure")
 
 
 @hookimpl

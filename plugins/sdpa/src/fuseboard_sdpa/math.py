@@ -26,6 +26,7 @@ LIMITS = Constraints(
     negative_scale=True,
     dropout=True,
     backward=True,
+    empty=True,
     any_stride=True,
 )
 """What it takes. The operator adds a boolean mask as numbers and raises for one beside the causal flag."""
