@@ -81,13 +81,27 @@ class Route:
     until: int = 0
 
 
+class Routes(dict[Hashable, Route]):
+    """Combination of sizes and flags to the route. Read and written without a lock.
+
+    Attributes:
+        latest: A key that was answered lately, and its route.
+    """
+
+    __slots__ = ("latest",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latest: tuple[Hashable, Route | None] = (None, None)
+
+
 class Table:
     """What one policy has selected at one site.
 
     Attributes:
         policy: The one that holds at this site.
         reference: The route of a site that is not swapped; None when backends are tried.
-        routes: Combination of sizes and flags to the route. Read without a lock.
+        routes: What is answered without a walk down a chain.
         due: Combinations at which no link may ask to be taken later any more.
     """
 
@@ -98,7 +112,7 @@ class Table:
         # The site holds this table: a proxy, so that a site that is dropped is gone at once, and its name free.
         self.site: Site = weakref.proxy(site)
         self.chains: dict[Call, Chain] = {}
-        self.routes: dict[Hashable, Route] = {}
+        self.routes = Routes()
         self.due: set[Hashable] = set()
         self._left: dict[Hashable, int] = {}
         self.reference = Route(REFERENCE) if self.policy.name == "auto" or not site.swappable else None
@@ -131,7 +145,7 @@ class Table:
 
     def forget_routes(self) -> None:
         """Walk the chains again: a backend was marked broken."""
-        self.routes.clear()
+        self.routes = Routes()  # a new one: whoever is about to write into the old one does no harm
         self._left.clear()
 
 

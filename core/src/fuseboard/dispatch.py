@@ -37,6 +37,9 @@ TRIAL_BYTES = 64 * 1024 * 1024
 _autocast = torch._C._is_any_autocast_enabled
 _transform = torch._C._functorch.peek_interpreter_stack
 _grad = torch.is_grad_enabled
+# Not `is_compiling`, which costs three times as much and is true on every thread while one of them compiles or exports:
+# only where dynamo traces is there a graph to break.
+_tracing = torch.compiler.is_dynamo_compiling
 
 _settings = settings.read()
 _watched = _settings.debug_masks or _settings.test_count
@@ -87,12 +90,12 @@ def attention(
         if mask is None and mask_info is None and scale is None and not causal and not enable_gqa and not dropout_p:
             return site.reference(q, k, v)
         return site.compute(q, k, v, mask, causal, scale, enable_gqa, dropout_p, mask_info)
-    if torch.compiler.is_compiling():
+    if _tracing():
         return _eagerly(binding, q, k, v, site, mask, causal, scale, enable_gqa, dropout_p, mask_info)
     return _bound(binding, q, k, v, site, mask, causal, scale, enable_gqa, dropout_p, mask_info)
 
 
-def _bound(  # noqa: C901, PLR0912 - one road, and a call of its own would cost a tenth of a microsecond
+def _bound(  # noqa: C901, PLR0912, PLR0915 - one road, and a call of its own would cost a tenth of a microsecond
     binding: Binding,
     q: Tensor,
     k: Tensor,
@@ -119,18 +122,30 @@ def _bound(  # noqa: C901, PLR0912 - one road, and a call of its own would cost 
         return out
     if _autocast() and is_lowered(q):
         return _under_autocast(binding, q, k, v, site, mask, causal, scale, enable_gqa, dropout_p, mask_info)
-    # Everything that can change the decision. What is equal here was looked at before and is answered alike.
+    # Everything that can change the decision. What is equal here was looked at before and is answered alike. Strides
+    # count for contiguous tensors too, whose axes of length 1 may have any. A number's type stands before it, so that
+    # a tensor in its place is never compared, and waited for.
+    grad = _grad()
+    routes = table.routes
+    latest_key, latest = routes.latest
     try:
         key: Hashable = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
             q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-            type(q), forward_ad._current_level, _transform() is None, causal, scale, enable_gqa, dropout_p,
-            _grad() and (q.requires_grad or k.requires_grad or v.requires_grad),
+            type(q), forward_ad._current_level, _transform() is None,
+            causal, type(scale), scale, enable_gqa, type(dropout_p), dropout_p,
+            grad and (q.requires_grad or k.requires_grad or v.requires_grad),
             None if mask is None
-            else (mask.shape, mask.stride(), mask.dtype, mask.device, _grad() and mask.requires_grad),
+            else (mask.shape, mask.stride(), mask.dtype, mask.device, grad and mask.requires_grad),
             None if mask_info is None else mask_info.signature,
         )  # fmt: skip
-        route = table.routes.get(key)
+        # The layers of a model ask alike in turn, and to compare a key takes a third of the time of hashing it.
+        if latest_key == key:
+            route = latest
+        else:
+            route = routes.get(key)
+            if route is not None and not route.until:
+                routes.latest = key, route
     except (AttributeError, RuntimeError, TypeError):  # no tensors, or without strides: `describe` says it better
         key = None
     if route is None:
@@ -150,8 +165,8 @@ def _bound(  # noqa: C901, PLR0912 - one road, and a call of its own would cost 
         if run is not None:
             run.tick(route)
         return out
-    if mask is None and mask_info is None:
-        given_mask, given_info = None, None
+    if mask_info is None and (mask is None or (mask.dim() == 4 and q.dtype is not torch.float64)):  # noqa: PLR2004
+        given_mask, given_info = mask, None  # what `in_form` would answer, without the call
     else:
         given_mask, given_info = in_form(route.form, route.structure, mask, mask_info, q, k)
     before = _versions(q, k, v, mask)
@@ -175,9 +190,12 @@ def _bound(  # noqa: C901, PLR0912 - one road, and a call of its own would cost 
 
 def _versions(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[int, int, int, int] | None:
     """Numbers that change when torch writes into a tensor; inference tensors have none."""
-    if q.is_inference() or k.is_inference() or v.is_inference():
+    if q.is_inference() or k.is_inference():
         return None
-    return q._version, k._version, v._version, 0 if mask is None or mask.is_inference() else mask._version
+    try:
+        return q._version, k._version, v._version, 0 if mask is None or mask.is_inference() else mask._version
+    except RuntimeError:  # v alone is one: too rare to be asked every time
+        return None
 
 
 def _eagerly(*arguments: Any) -> Tensor:
