@@ -15,8 +15,10 @@ ALLOWED = {ROOT / "core" / "src" / "fuseboard" / "engine" / "features.py"}
 
 CALLS = {
     # switches kernels for every thread
-    "sdpa_kernel", "_sdpa_kernel", "enable_flash_sdp", "enable_mem_efficient_sdp", "enable_math_sdp", "enable_cudnn_sdp",
-    "_set_sdp_use_flash", "_set_sdp_use_mem_efficient", "_set_sdp_use_math", "_set_sdp_use_cudnn", "_set_sdp_priority_order",
+    "sdpa_kernel", "_sdpa_kernel", "enable_flash_sdp", "enable_mem_efficient_sdp", "enable_math_sdp",
+    "enable_cudnn_sdp",
+    "_set_sdp_use_flash", "_set_sdp_use_mem_efficient", "_set_sdp_use_math", "_set_sdp_use_cudnn",
+    "_set_sdp_priority_order",
     "allow_fp16_bf16_reduction_math_sdp", "preferred_linalg_library", "preferred_blas_library",
     # registers a flash implementation for every caller
     "activate_flash_attention_impl", "register_flash_attention_impl", "restore_flash_attention_impl",
@@ -26,7 +28,10 @@ CALLS = {
     "use_deterministic_algorithms", "set_num_threads", "set_num_interop_threads", "set_flush_denormal",
     "set_grad_enabled_globally",
 }  # fmt: skip
-SEEDING = {"torch.manual_seed", "torch.cuda.manual_seed", "torch.random.manual_seed", "torch.mps.manual_seed", "random.seed", "np.random.seed", "numpy.random.seed"}  # fmt: skip
+SEEDING = {
+    *("torch.manual_seed", "torch.random.manual_seed", "torch.cuda.manual_seed", "torch.mps.manual_seed"),
+    *("random.seed", "np.random.seed", "numpy.random.seed"),
+}
 
 
 def dotted(node: ast.AST) -> str:

@@ -321,7 +321,13 @@ def test_a_wrong_argument_is_the_same_error_under_autocast(site, arguments):
                 fb.attention(**given, site=site)
 
 
-@pytest.mark.parametrize("arguments", [each for _, each, _ in WRONG if "mask_info" not in each])
+# No key heads at all: torch 2.6 divides by their number and the process ends.
+CRASHING = [each for _, each, _ in WRONG if isinstance(each.get("k"), torch.Tensor) and each["k"].shape[1] == 0]
+
+
+@pytest.mark.parametrize(
+    "arguments", [each for _, each, _ in WRONG if "mask_info" not in each and not any(each is bad for bad in CRASHING)]
+)
 def test_under_auto_the_error_is_the_references_own(site, arguments):
     given = {"q": Q, "k": Q, "v": Q, "mask": None, "scale": None, "dropout_p": 0.0, "enable_gqa": False} | arguments
 

@@ -10,6 +10,7 @@ import fuseboard as fb
 from fuseboard.chain import MAX_ROUTES
 from fuseboard.errors import RefusedError
 
+EXPECTED = "expected torch.float32 (1, 2, 4, 8) on cpu"
 BOOM = RuntimeError("no kernel for this\nand more")
 
 
@@ -268,8 +269,8 @@ def test_the_reference_is_never_marked_broken(make_site):
     [
         (lambda q, *_, **__: None, "TypeError: it returned a NoneType, expected a tensor"),
         (lambda q, *_, **__: (q, q), "TypeError: it returned a tuple, expected a tensor"),
-        (lambda q, *_, **__: q.half(), "ValueError: it returned torch.float16 (1, 2, 4, 8) on cpu, expected torch.float32 (1, 2, 4, 8) on cpu"),
-        (lambda q, *_, **__: q.mT, "ValueError: it returned torch.float32 (1, 2, 8, 4) on cpu, expected torch.float32 (1, 2, 4, 8) on cpu"),
+        (lambda q, *_, **__: q.half(), f"ValueError: it returned torch.float16 (1, 2, 4, 8) on cpu, {EXPECTED}"),
+        (lambda q, *_, **__: q.mT, f"ValueError: it returned torch.float32 (1, 2, 8, 4) on cpu, {EXPECTED}"),
     ],
 )  # fmt: skip
 def test_an_answer_of_the_wrong_kind_is_a_failure(site, answer, reason):

@@ -265,7 +265,10 @@ def test_no_error_keeps_the_inputs_alive(site, first, error):
 # ---- inputs that a kernel changed
 
 
-def corrupts(write, error=ValueError("half way")):
+HALF_WAY = ValueError("half way")
+
+
+def corrupts(write, error=HALF_WAY):
     def kernel(q, k, v, *, mask, **given):
         write(q, k, v, mask)
         raise error
@@ -426,7 +429,7 @@ TRANSFORMS = {
     "grad": lambda f, q: torch.func.grad(lambda x: f(x).sum())(q),
     "vmap of grad": lambda f, q: torch.func.vmap(torch.func.grad(lambda x: f(x).sum()))(q[None].repeat(2, 1, 1, 1, 1)),
     "jvp": lambda f, q: torch.func.jvp(f, (q,), (q,))[1],
-    "forward-mode AD": lambda f, q: forward_mode(f, q),
+    "forward-mode AD": lambda f, q: forward_mode(f, q),  # noqa: PLW0108 - defined below
 }
 
 

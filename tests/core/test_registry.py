@@ -216,7 +216,7 @@ def test_an_import_that_fails_is_tried_once():
         ),
         (hooks_of(Fake()) | {"info": lambda: "a kernel"}, "hook info gave 'a kernel'; expected BackendInfo."),
         (hooks_of(Fake()) | {"info": lambda: None}, "hook info gave None; expected BackendInfo."),
-        (hooks_of(Fake()) | {"constraints": dict}, "hook constraints gave {}; expected Constraints."),
+        (hooks_of(Fake()) | {"constraints": lambda: {"a": 1}}, "hook constraints gave {'a': 1}; expected Constraints."),
         (hooks_of(Fake()) | {"known_bad": lambda: ["sm_120"]}, "hook known_bad gave 'sm_120'; expected KnownBad."),
         (hooks_of(Fake()) | {"known_bad": lambda: 3}, "TypeError: 'int' object is not iterable"),
         (

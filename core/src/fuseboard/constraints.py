@@ -275,7 +275,7 @@ class Constraints:
     guards: tuple[Guard, ...] = attrs.field(default=(), converter=_tuple, validator=_all_are(Guard))
 
     def form(self, call: Call) -> Form:
-        """How a kernel is given the call's mask: the structure where it takes it, else the dense mask, written out if need be."""
+        """How a kernel is given the call's mask: the structure where it takes it, else the mask, maybe written out."""
         if call.structure is None:
             return "plain" if call.mask == "none" else "dense"
         if call.structure.is_open:
