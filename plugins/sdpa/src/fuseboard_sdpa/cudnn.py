@@ -54,7 +54,12 @@ def _short_lengths_fit(_call: Call, sizes: Sizes) -> bool:
 def _mask_gradient_fits(call: Call, sizes: Sizes) -> bool:
     # https://github.com/pytorch/pytorch/issues/196678: NaN in dQ when a length is 64 more than a multiple of 128.
     # Reported for that remainder; every other is refused with it, until somebody has shown them right.
-    bad = (9, 19, 0) <= _version() < (9, 21, 0) and call.capability == (9, 0) and call.grad and call.mask != "none"
+    bad = (
+        (9, 19, 0) <= _version() < (9, 21, 0)
+        and call.capability == (9, 0)
+        and call.grad
+        and LIMITS.form(call) == "dense"
+    )
     return not bad or (sizes.q_length % 128 == 0 and sizes.k_length % 128 == 0)
 
 

@@ -31,7 +31,7 @@ _BOTTOM_RIGHT = 2  # custom_mask_type of `_efficient_attention_forward`
 def _mask_fits(call: Call, sizes: Sizes) -> bool:
     # https://github.com/pytorch/pytorch/issues/187227: offsets into the mask are 32 bits wide, rows beyond read wrong
     # ones.
-    return call.mask == "none" or sizes.q_length * sizes.k_length <= 2**32
+    return LIMITS.form(call) != "dense" or sizes.q_length * sizes.k_length <= 2**32
 
 
 LIMITS = Constraints(
