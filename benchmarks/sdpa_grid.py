@@ -2,10 +2,10 @@
 
     python benchmarks/sdpa_grid.py [--rounds 15] [--out benchmarks/results/sdpa_grid]
 
-One run, one table. For every shape each backend is timed under its own strict policy, torch's default attention by the site's
-reference, and `fast` as an operator would use it; all through `fuseboard.attention`, in rounds that visit every variant once,
-so that drift hits all alike. A time is the median over rounds of (time of N calls) / N by device events. The ratio that
-matters is `fast` over the best single backend; where both run the same kernel it shows the noise.
+One run, one table. For every shape each backend is timed under its own strict policy, torch's default attention by the
+site's reference, and `fast` as an operator would use it; all through `fuseboard.attention`, in rounds that visit every
+variant once, so that drift hits all alike. A time is the median over rounds of (time of N calls) / N by device events.
+The ratio that matters is `fast` over the best single backend; where both run the same kernel it shows the noise.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ import time
 from collections.abc import Callable
 
 import attrs
-import fuseboard as fb
 import torch
 from torch import Tensor
 
+import fuseboard as fb
+
 SITE = fb.Site("benchmark.grid")
 BACKENDS = ("sdpa-flash", "sdpa-efficient", "sdpa-cudnn", "sdpa-math")
+SEEN = 0.8  # of the keys, by a random mask
 STEADY_CALLS, STEADY_SECONDS = 50_000, 4.0
 MATH_ELEMENTS = 2**28
 """The math kernel is timed only where its scores have at most this many elements."""
@@ -51,7 +53,8 @@ class Shape:
         flags = [str(self.dtype).removeprefix("torch.")] if self.dtype != torch.bfloat16 else []
         flags += ["causal"] if self.causal else []
         flags += [self.mask] if self.mask != "none" else []
-        return f"{self.kind} {self.batch},{heads},{self.q_length},{self.k_length},{self.head_dim} {' '.join(flags)}".strip()
+        sizes = f"{self.batch},{heads},{self.q_length},{self.k_length},{self.head_dim}"
+        return " ".join([self.kind, sizes, *flags])
 
 
 GRID = (
@@ -108,7 +111,7 @@ def inputs(shape: Shape) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, objec
     if shape.mask == "bool keys":
         given["mask"] = (place < real)[:, None, None, :]
     elif shape.mask == "bool full":
-        given["mask"] = torch.rand(shape.batch, 1, n_q, n_k, device="cuda", generator=generator) < 0.8
+        given["mask"] = torch.rand(shape.batch, 1, n_q, n_k, device="cuda", generator=generator) < SEEN
     elif shape.mask == "additive":
         given["mask"] = torch.randn(1, shape.heads, n_q, n_k, device="cuda", dtype=shape.dtype, generator=generator)
     elif shape.mask == "right padding":
@@ -133,6 +136,17 @@ def timed(call: Callable[[], None], count: int) -> float:
     end.record()
     end.synchronize()
     return start.elapsed_time(end) * 1000 / count
+
+
+def settle(call: Callable[[], None]) -> None:
+    """Reach the steady state: a backend that prepares for each size asks to be taken only after some calls."""
+    start = time.perf_counter()
+    for done in range(STEADY_CALLS):
+        call()
+        if done % 100 == 0:
+            torch.cuda.synchronize()
+            if time.perf_counter() - start > STEADY_SECONDS:
+                return
 
 
 def measure(shape: Shape, rounds: int) -> dict[str, object]:
@@ -164,13 +178,7 @@ def measure(shape: Shape, rounds: int) -> dict[str, object]:
             calls[name] = call
         except fb.RefusedError as error:
             refused[name] = "; ".join(str(each) for each in error.refusals if each.backend == name)
-    # Steady state: a backend that prepares something for each size asks to be taken only after some calls.
-    start, warm = time.perf_counter(), 0
-    while warm < STEADY_CALLS and time.perf_counter() - start < STEADY_SECONDS:
-        calls["fast"]()
-        warm += 1
-        if warm % 100 == 0:
-            torch.cuda.synchronize()
+    settle(calls["fast"])
     run = fb.Run()
     with fb.bind("fast", run=run):
         fb.attention(q, k, v, site=SITE, **given)
@@ -242,7 +250,8 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, help="write OUT.json and OUT.md")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("sdpa_grid.py needs a CUDA device: it compares CUDA kernels.")
+        msg = "sdpa_grid.py needs a CUDA device: it compares CUDA kernels."
+        raise SystemExit(msg)
     rows = []
     for shape in GRID:
         rows.append(measure(shape, options.rounds))

@@ -1,13 +1,14 @@
-"""What only a GPU shows: silent errors refused, launch limits, graphs, structures against float64. Skipped without one."""
+"""What only a GPU shows: silent errors refused, launch limits, graphs, structures against float64."""
 
 from __future__ import annotations
 
-import fuseboard as fb
 import pytest
 import torch
+from torch import Tensor
+
+import fuseboard as fb
 from fuseboard.registry import Registry, use
 from fuseboard.selftest import attention_fp64
-from torch import Tensor
 
 pytestmark = pytest.mark.gpu
 
@@ -220,7 +221,7 @@ def test_structures_agree_with_their_dense_masks_under_every_other_policy() -> N
     masked = fb.mask_for(64, 256, keys=keys, causal=True, padding="left", padded=True)
     want = attention_fp64(q, k, k, mask=masked.dense)
 
-    # Not `auto`: torch's default gives rows that see nothing an average there (torch 2.11, cuDNN), and is right by definition.
+    # Not `auto`: torch's default gives rows that see nothing an average there (torch 2.11, cuDNN).
     for name in ("exact", "fast", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn", "sdpa-math"):
         with fb.bind(name):
             out = fb.attention(q, k, k, site=SITE, **masked.arguments())

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 
 import attrs
-import fuseboard as fb
 import pytest
 import torch
-from fuseboard.selftest import attention_fp64
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+
+import fuseboard as fb
+from fuseboard.selftest import attention_fp64
 
 SITE = fb.Site("tests.random")
 CPU = ("sdpa-cpu", "sdpa-math")
@@ -152,7 +153,7 @@ def judge(name: str, case: Case, device: torch.device) -> None:
         event(f"{name} refused: {error.refusals[-1].rule}")
         return
     except (RuntimeError, ValueError) as error:
-        # Only the reference may raise here: torch refuses the causal flag beside a mask, and shares no heads of other widths.
+        # Only the reference may raise here: torch refuses the causal flag beside a mask, for one.
         assert name == "fast", error
         with pytest.raises(type(error)):
             fb.attention(q, k, v, site=SITE, **arguments)
