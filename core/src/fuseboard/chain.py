@@ -295,7 +295,8 @@ class Chain:
                 )
                 if isinstance(said, Later):
                     if not due and self.policy.backend_name != name:
-                        until = min(until or said.calls, said.calls)
+                        calls = 1 << (said.calls - 1).bit_length()  # few numbers, and so few routes, for many sizes
+                        until = min(until or calls, calls)
                         continue  # it will answer, in a while: no fallback
                     said = None
                 if said is None:
@@ -357,7 +358,7 @@ class Chain:
         until: int,
     ) -> Route:
         # Equal routes are one object, so that a Run's counters do not grow with the sizes seen.
-        key = (link, kernel, skipped, keep, until)
+        key = (link, id(kernel), skipped, keep, until)  # a kernel need not be hashable
         if key not in self._routes:
             route = (
                 Route(REFERENCE, skipped, keep=keep, until=until)
