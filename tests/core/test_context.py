@@ -87,6 +87,23 @@ def test_one_bind_object_serves_many_threads_at_once():
     assert in_threads(4, work) == [{("a", "b", None)}] * 4
 
 
+@pytest.mark.parametrize("first_out", [0, 1])
+def test_threads_that_are_inside_one_bind_object_leave_it_in_any_order(first_out):
+    block, inside, left = fb.bind("a"), threading.Barrier(2), threading.Event()
+
+    def work(i):
+        with fb.bind("b"):
+            with block:
+                inside.wait()
+                if i != first_out:
+                    left.wait()
+            seen = now()
+            left.set()
+        return seen
+
+    assert in_threads(2, work) == ["b", "b"]
+
+
 def test_a_block_left_in_another_context_says_what_to_use_instead():
     block = fb.bind("a")
     other = contextvars_copy_entering(block)

@@ -72,10 +72,10 @@ def test_a_name_comes_first_and_then_the_chain_of_fast(site):
 
 def test_backends_of_one_rank_are_tried_by_name_and_those_without_one_last(site):
     silent = entry_of("aa", **{k: f for k, f in hooks_of(Fake()).items() if k != "rank"})
-    with registered(entry("c"), entry("b"), silent, entry("nan", rank=float("nan"))) as registry:
+    with registered(entry("c"), entry("b"), silent, entry("a-nan", rank=float("nan"))) as registry:
         candidates = fb.explain(site, *qkv(), policy="fast").candidates
 
-        assert [each.name for each in candidates] == ["b", "c", "aa", "nan"]
+        assert [each.name for each in candidates] == ["b", "c", "a-nan", "aa"]
         assert registry.faults == []
 
 
