@@ -293,6 +293,10 @@ def show_policies(console: Console, report: dict[str, Any]) -> None:
     for name, row in policies.items():
         for warning in (row["run"] or {}).get("warnings", ()):
             say(console, f"{name}: {warning}", "yellow")
+    console.print()
+    say(console, f"the Run report under {next(reversed(policies))}:")
+    say(console, json.dumps(policies[next(reversed(policies))]["run"], ensure_ascii=False))
+    console.print()
     rounds = f"{report['rounds']} round{'s' if report['rounds'] > 1 else ''}"
     say(
         console,
