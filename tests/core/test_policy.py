@@ -211,3 +211,11 @@ def test_an_ordering_function_replaces_the_order_by_rank_but_not_a_name():
         assert [each.name for each in fb.policy_for("fast").order(*call, backends)] == ["a", "b", "c"]
         assert [each.name for each in fb.policy_for("fast").order(*call, backends, backwards)] == ["c", "b", "a"]
         assert [each.name for each in fb.policy_for("b").order(*call, backends, backwards)] == ["b", "c", "a"]
+
+
+def test_a_policy_asked_for_strictly_becomes_its_strict_twin():
+    with registered(entry("a")):
+        assert fb.policy_for(fb.policy_for("a"), True) is fb.policy_for("a", True)
+        mapped = fb.policy_for(fb.policy_for({"x.*": "a", "*": "fast"}), True)
+        assert mapped is fb.policy_for({"x.*": "a", "*": "fast"}, True)
+        assert mapped.for_site("x.y").strict

@@ -99,7 +99,7 @@ def policy_for(
 
     Args:
         name: `auto`, `exact`, `fast`, a backend's name, or a mapping of site patterns (`fnmatch`) to those, in order of
-            precedence: `{"vocoder.*": "auto", "*": "fast"}`. A `Policy` is returned as it is.
+            precedence: `{"vocoder.*": "auto", "*": "fast"}`. A `Policy` is returned as it is, or as its strict twin.
         strict: For a backend's name: an error with every reason when it is refused, cannot run or breaks, instead of a
             fallback. For `fast` and `exact`: likewise when only the reference is left.
         registry: Where backends are looked up; default, the installed plugins.
@@ -108,7 +108,9 @@ def policy_for(
         PolicyError: There is no such policy; the message names the nearest, and the install line of a known plugin.
     """
     if isinstance(name, Policy):
-        return name
+        if not strict or name.strict:
+            return name
+        return policy_for(name.name if name.patterns is None else dict(name.patterns), strict, registry=name.registry)
     registry = registry or registries.current()
     if isinstance(name, Mapping):
         wrong = [pattern for pattern in name if not isinstance(pattern, str)]
