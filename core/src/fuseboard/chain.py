@@ -164,6 +164,9 @@ class Chain:
         self.site = site
         self.call = call
         self._links = {backend: self._link(backend) for backend in policy.registry.backends()}
+        self._heard = {
+            backend: link for backend, link in self._links.items() if link.wanted or not link.refusals or policy.strict
+        }
         self.proven: set[Link] = set()
         self._routes: dict[tuple[Any, ...], Route] = {}
         self._at_fault = self._named_at_fault()
@@ -173,9 +176,13 @@ class Chain:
         """Where its backends come from."""
         return self.policy.registry
 
-    def links(self, sizes: Sizes) -> list[Link]:
-        """Every installed backend, in the order in which it is tried at these sizes."""
-        return [self._links[backend] for backend in self.policy.order(self.call, sizes, self._links)]
+    def links(self, sizes: Sizes, *, every: bool = True) -> list[Link]:
+        """The installed backends in the order in which they are tried at these sizes.
+
+        Without `every`, those alone that may answer or whose refusal is a fallback: the others cannot change a route.
+        """
+        links = self._links if every else self._heard
+        return [links[backend] for backend in self.policy.order(self.call, sizes, links)]
 
     def _link(self, backend: Backend) -> Link:
         policy, call = self.policy, self.call
@@ -277,7 +284,7 @@ class Chain:
             if self.policy.strict:
                 raise self.refusal([self._at_fault])
             skipped.append((self._at_fault.backend, self._at_fault.reason))
-        for link in self.links(sizes):
+        for link in self.links(sizes, every=False):
             name = link.backend.name
             refusals, answer = self.problems(link, sizes)
             if not refusals and answer is not None and answer.kernel is not None:

@@ -259,10 +259,15 @@ class Registry:
             implementation = caller.get_hookimpls()[-1]
             if implementation.wrapper or implementation.hookwrapper:
                 return lambda *given: caller(**dict(zip(names, given, strict=True)))
-            # One plugin, one implementation: called directly with the arguments it takes, a twentieth of a hook
-            # call's cost.
-            function, places = implementation.function, [names.index(each) for each in implementation.argnames]
-            return lambda *given: function(*(given[place] for place in places))
+            # One plugin, one implementation: called directly with the arguments it takes, at a twentieth of the cost of
+            # a hook call.
+            function, taken = implementation.function, tuple(implementation.argnames)
+            if taken == names:
+                return function  # type: ignore[no-any-return]
+            if not taken:
+                return lambda *_: function()
+            places = [names.index(each) for each in taken]
+            return lambda *given: function(*[given[place] for place in places])
 
         info = _typed("info", hook("info", _never)(), BackendInfo)
         constraints = _typed("constraints", hook("constraints", _never)(), Constraints)
