@@ -3,8 +3,8 @@
     python benchmarks/structured.py [--rounds 15] [--out benchmarks/results/structured]
 
 One run, one table. *dense* is torch's `F.scaled_dot_product_attention` given the dense mask, by the fastest of its
-kernels for the shape (memory-efficient, cuDNN, its default choice). Every other column is `fuseboard.attention` given the
-structure: under `fast`, and under each backend by name that takes it as a structure. Ratios are dense over structured:
+kernels for the shape (memory-efficient, cuDNN, its default choice). Every other column is `fuseboard.attention` given
+the structure: under `fast`, and under each backend by name that takes it as one. Ratios are dense over structured:
 above 1 is faster.
 """
 
