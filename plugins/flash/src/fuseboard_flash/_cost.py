@@ -1,0 +1,64 @@
+"""What a call costs each kernel, in microseconds: a launch from Python, arithmetic, or reading memory, the longest.
+
+Rates measured on one H200, comparable with those of the other plugins. They are for ordering kernels, not for
+predicting time: on another GPU all of them move together.
+"""
+
+from __future__ import annotations
+
+import attrs
+
+from fuseboard import Call, Sizes
+
+__all__ = ["FLASH2", "FLASH3", "FLASH4", "Rates", "microseconds"]
+
+WIDE = 96  # from this head dimension on the tensor cores are kept busy
+
+
+@attrs.frozen
+class Rates:
+    """One kernel's rates.
+
+    Attributes:
+        inference: Host cost of a call without a gradient.
+        training: Host cost of one with.
+        wide: Operations a microsecond from head dimension 96 on.
+        narrow: Operations a microsecond below it.
+        read: Bytes of keys and values a microsecond in a decode step.
+    """
+
+    inference: float
+    training: float
+    wide: float
+    narrow: float
+    read: float
+
+
+FLASH2 = Rates(inference=60.0, training=130.0, wide=350e6, narrow=270e6, read=2.3e6)
+FLASH3 = Rates(inference=80.0, training=130.0, wide=560e6, narrow=400e6, read=2.8e6)
+FLASH4 = Rates(inference=200.0, training=220.0, wide=590e6, narrow=430e6, read=1.9e6)
+
+
+def microseconds(rates: Rates, call: Call, sizes: Sizes, *, copies: float = 0.0) -> float:
+    """Estimate a call. A structure skips what it hides.
+
+    Args:
+        rates: The kernel's.
+        call: What kind of call.
+        sizes: Its sizes.
+        copies: How many times keys or values are copied before.
+    """
+    scores = float(sizes.batch * sizes.heads * sizes.q_length * sizes.k_length)
+    causal = call.causal or (call.structure is not None and call.structure.causal)
+    shown = 0.5 if causal and call.lengths == "equal" else 1.0
+    if call.structure is not None:
+        shown *= 0.6 if call.structure.keys != "none" else 1.0
+        shown *= 0.3 if call.structure.window else 1.0
+    dims = sizes.head_dim + sizes.v_head_dim
+    read = float(sizes.batch * sizes.kv_heads * sizes.k_length * dims * call.dtype.itemsize)
+    launch = rates.training if call.grad or call.dropout else rates.inference
+    rate = rates.wide if call.head_dim >= WIDE else rates.narrow
+    moved = copies * read / 2e6
+    return max(
+        launch + (40.0 if copies else 0.0), moved + shown * 2 * scores * dims / rate, moved + shown * read / rates.read
+    )
