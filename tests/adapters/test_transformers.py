@@ -696,6 +696,13 @@ def test_queries_shared_by_a_batch_work_under_a_policy_as_under_sdpa(recorder):
     assert run.report()["attention"]["fallbacks"] == {"fast→reference": {"shapes that broadcast": 1}}
 
 
+def test_a_strict_policy_lets_no_call_go_to_sdpa_in_silence(recorder):
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(1, 2, 3, 8, generator=generator), torch.randn(2, 2, 5, 8, generator=generator)
+    with fb.bind(fb.policy_for("fast", strict=True)), pytest.raises(fb.RefusedError, match="shapes that broadcast"):
+        adapter.attend(layer(), q, k, k, None)
+
+
 # --- names and imports ------------------------------------------------------------------------------------------------
 
 

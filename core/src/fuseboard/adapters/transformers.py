@@ -38,8 +38,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fuseboard import context
 from fuseboard.chain import REFERENCE, Route
+from fuseboard.constraints import Refusal
 from fuseboard.dispatch import attention
-from fuseboard.errors import InputError
+from fuseboard.errors import InputError, RefusedError
 from fuseboard.masks import MaskInfo, mask_for
 from fuseboard.site import Site
 
@@ -242,10 +243,17 @@ def _direct(policy: str, why: str) -> Route:
 
 
 def _note(site: Site, why: str) -> None:
-    """Record a call that sdpa answers directly as a fallback to the reference, which it is."""
+    """Record a call that sdpa answers directly as a fallback to the reference, which it is; strictly, none may be made."""
     binding = context.bound()
-    if binding is not None and binding.run is not None:
-        binding.run.tick(_direct(binding.policy.for_site(site.name).name, why))
+    if binding is None:
+        return
+    policy = binding.policy.for_site(site.name)
+    if policy.strict and site.swappable and policy.name != "auto":
+        refusal = Refusal(policy.name, "adapter", why, "what fuseboard.attention can be told", None, why)
+        msg = f"policy {policy.name!r} (strict) cannot run site {site.name!r}: {refusal}"
+        raise RefusedError(policy.name, site.name, msg, [refusal])
+    if binding.run is not None:
+        binding.run.tick(_direct(policy.name, why))
 
 
 class _Known(NamedTuple):
