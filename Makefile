@@ -8,7 +8,7 @@ PACKAGES := $(foreach each,core $(wildcard plugins/*),-e $(each))
 PIP := $(BIN)/python -m pip
 SOURCES := core plugins tests examples benchmarks
 
-.PHONY: test quick lint types unit kit demo bench format clean
+.PHONY: test quick lint types unit kit oldest demo bench format clean
 .DEFAULT_GOAL := test
 
 # pip learnt dependency groups in 25.1; the venv's own may be older.
@@ -47,6 +47,13 @@ quick: $(VENV)/.ready
 kit: $(VENV)/.ready
 	$(BIN)/pytest -q --fuseboard-backend sdpa-cpu
 	$(BIN)/pytest -q --fuseboard-backend sdpa-math
+
+# The oldest versions that the packages declare. Not part of `test`: torch 2.6 comes with CUDA, which is gigabytes.
+oldest:
+	$(PYTHON) -m venv $(VENV)-oldest
+	$(VENV)-oldest/bin/python -m pip install -q -U "pip>=25.1,<26.2"
+	$(VENV)-oldest/bin/python -m pip install -q -c constraints-oldest.txt -e core -e plugins/sdpa --group test
+	$(VENV)-oldest/bin/pytest tests/core tests/adapters tests/plugins
 
 demo: $(VENV)/.demo
 	@$(BIN)/python examples/embed_text.py $(if $(JSON),--json) $(TEXT)

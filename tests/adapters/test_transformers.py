@@ -19,7 +19,7 @@ from fuseboard.masks import check_mask_info
 from fuseboard.registry import Entry, Registry
 
 hf = pytest.importorskip("transformers", reason="transformers is not installed")
-masking = pytest.importorskip("transformers.masking_utils", reason="transformers is older than 4.56")
+masking = pytest.importorskip("transformers.masking_utils", reason="transformers is older than 4.57")
 
 from fuseboard.adapters import transformers as adapter  # noqa: E402 - only where transformers is installed
 

@@ -15,7 +15,7 @@ bound the result is that of `attn_implementation="sdpa"` bit for bit: a site's r
 function, and the dense mask is made by transformers' own sdpa mask function. The structure behind that mask travels
 beside it, so that backends may use it.
 
-Needs transformers 4.56 or newer. Under `torch.compile` the graph breaks at every mask and attention call, because a
+Needs transformers 4.57 or newer. Under `torch.compile` the graph breaks at every mask and attention call, because a
 compiled graph cannot read what is bound. Train, and checkpoint, under `fuseboard.bind_process`: backward and the second
 forward run on threads that see no other binding.
 """
@@ -55,7 +55,7 @@ try:
     )
 except ImportError as error:
     _msg = (
-        f"fuseboard.adapters.transformers needs transformers 4.56 or newer ({error}): pip install 'transformers>=4.56'"
+        f"fuseboard.adapters.transformers needs transformers 4.57 or newer ({error}): pip install 'transformers>=4.57'"
     )
     raise ImportError(_msg) from error
 
@@ -243,7 +243,7 @@ def _direct(policy: str, why: str) -> Route:
 
 
 def _note(site: Site, why: str) -> None:
-    """Record a call that sdpa answers directly as a fallback to the reference, which it is; strictly, none may be made."""
+    """Record a call that sdpa answers directly as a fallback to the reference, which it is; strictly, none is made."""
     binding = context.bound()
     if binding is None:
         return
