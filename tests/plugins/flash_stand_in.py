@@ -46,13 +46,14 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rows: Any, given: Any) -> Tensor:
         ctx.save_for_backward(q, k, v)
-        ctx.rows, ctx.given = rows, given
+        ctx.rows, ctx.given, ctx.drawn = rows, given, torch.get_rng_state()
         return _attend(q, k, v, rows, given)
 
     @staticmethod
     def backward(ctx: Any, seed: Tensor) -> Any:
         inputs = [each.detach().requires_grad_() for each in ctx.saved_tensors]
-        with torch.enable_grad():
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            torch.set_rng_state(ctx.drawn)  # the weights that the forward dropped
             out = _attend(*inputs, ctx.rows, ctx.given)
         queries, keys = torch.zeros(len(inputs[0]), dtype=torch.bool), torch.zeros(len(inputs[1]), dtype=torch.bool)
         for q0, n_q, k0, n_k in ctx.rows:

@@ -290,6 +290,17 @@ def test_dropout_reaches_the_kernel_of_flash_with_and_without_padding(boards) ->
         assert abs(out[0].mean() - 1) < 0.1
 
 
+@pytest.mark.parametrize("kind", ["none", "right", "left"])
+def test_the_backward_of_dropout_drops_what_the_forward_dropped(kind: str, boards) -> None:
+    q, k, v = qkv(20, 20, grad=True)
+    out = boards["flash"](q, k, v, dropout_p=0.5, mask_info=info_of(kind, 20, causal=True))
+    seed = draw(*out.shape, seed=9)
+    (got,) = torch.autograd.grad(out, v, seed)
+
+    # The output is linear in v, so that both are the same sum.
+    assert torch.allclose((got.float() * v.float()).sum(), (out.float() * seed.float()).sum(), rtol=1e-2, atol=0.5)
+
+
 def test_an_input_is_never_changed(boards) -> None:
     q, k, v = qkv(9, 17)
     before = [each.clone() for each in (q, k, v)]
