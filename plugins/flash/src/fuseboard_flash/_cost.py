@@ -34,7 +34,7 @@ class Rates:
     read: float
 
 
-FLASH2 = Rates(inference=60.0, training=130.0, wide=350e6, narrow=270e6, read=2.3e6)
+FLASH2 = Rates(inference=60.0, training=130.0, wide=350e6, narrow=275e6, read=2.5e6)
 FLASH3 = Rates(inference=80.0, training=130.0, wide=560e6, narrow=400e6, read=2.8e6)
 FLASH4 = Rates(inference=200.0, training=220.0, wide=590e6, narrow=430e6, read=1.9e6)
 

@@ -25,7 +25,8 @@ def flash(call: Call, sizes: Sizes) -> float:
         hidden *= 0.6 if structure.keys != "none" else 1.0
         hidden *= 0.3 if structure.window else 1.0
     rate = 330e6 if call.head_dim >= WIDE else 270e6  # operations a microsecond
-    return max(28.0, hidden * _operations(call, sizes) / rate, hidden * _keys_read(call, sizes) / 2.5e6)
+    launch = 80.0 if structure is not None and structure.keys != "none" else 28.0  # offsets are made of the keys first
+    return max(launch, hidden * _operations(call, sizes) / rate, hidden * _keys_read(call, sizes) / 2.5e6)
 
 
 def efficient(call: Call, sizes: Sizes, *, dense: bool) -> float:
