@@ -1,7 +1,7 @@
 """What a call costs each kernel, in microseconds: a launch from Python, arithmetic, or reading memory, the longest.
 
-Rates measured on one H200, comparable with those of the other plugins. They are for ordering kernels, not for
-predicting time: on another GPU all of them move together.
+For ordering kernels, not for predicting time: on another GPU all of them move together. Comparable with those of the
+other plugins. FlashAttention 2's follow benchmarks/results/structured.md (one H200); the others' are estimates.
 """
 
 from __future__ import annotations
