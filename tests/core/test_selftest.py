@@ -3,11 +3,12 @@ from __future__ import annotations
 import attrs
 import pytest
 import torch
-from fakes import CPU, EVERY_STRUCTURE, Fake, entry, qkv, right, sdpa
+from fakes import CPU, EVERY_STRUCTURE, Fake, entry, qkv, registered, right, sdpa
 
 import fuseboard as fb
 from fuseboard import selftest
 from fuseboard.call import describe
+from fuseboard.probe import verdict
 from fuseboard.registry import Registry
 from fuseboard.selftest import attention_fp64
 from fuseboard.settings import Settings
@@ -297,3 +298,17 @@ def test_a_case_describes_what_it_is_called():
     assert str(case) == "float16, lengths 1x77, gqa, structure keys=left causal=True window=None"
     assert str(attrs.evolve(case, structure=None, mask="bool")) == "float16, lengths 1x77, gqa, bool mask"
     assert describe(*qkv())[0].structure is None
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_backend_that_takes_whole_tiles_only_is_tested_at_those(wrong):
+    guards = [fb.Guard("k_length", lambda _call, sizes: sizes.k_length % 256 == 0, "a multiple of 256")]
+
+    def kernel(q, k, v, **given):
+        return right(q, k, v, **given) * (2 if wrong else 1)
+
+    with registered(entry("a", kernel, guards=guards), probed=False) as registry:
+        found = verdict(registry, registry.resolve("a"), CPU)
+
+    assert found.ok is not wrong
+    assert ("lengths 256x256" in found.reason) is wrong

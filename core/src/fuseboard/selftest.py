@@ -23,6 +23,8 @@ from fuseboard.masks import MaskInfo, in_form, to_4d
 __all__ = ["Case", "attention_fp64", "cases", "definition", "distance", "gradients", "malformed", "run"]
 
 LENGTHS = ((1, 77), (65, 65), (64, 128), (128, 65))
+WHOLE_TILES = ((128, 128), (256, 256))
+"""For a backend whose limits admit none of the grid's lengths."""
 HEADS, SHARED, BATCH = 4, 2, 2
 
 
@@ -114,7 +116,7 @@ def attention_fp64(
     return definition(q.double(), k.double(), v.double(), mask=mask, mask_info=mask_info, causal=causal, scale=scale)
 
 
-def cases(backend: Backend, device: torch.device) -> Iterator[Case]:
+def cases(backend: Backend, device: torch.device, lengths: tuple[tuple[int, int], ...] = LENGTHS) -> Iterator[Case]:
     """The grid for what `backend` claims: the whole of it in one dtype, a few calls in each other.
 
     What is wrong in structure is wrong in every dtype, and kernels exist that build a plan of half a second for each
@@ -128,12 +130,12 @@ def cases(backend: Backend, device: torch.device) -> Iterator[Case]:
     for place, dtype in enumerate(dtypes):
         if device.type == "mps" and dtype == torch.float64:
             continue
-        for n_q, n_k in LENGTHS:
+        for n_q, n_k in lengths:
             plain = Case(dtype, n_q, n_k, dim, v_dim)
             shared = attrs.evolve(plain, gqa=limits.gqa)
             if place:
+                yield shared
                 if n_q == n_k:
-                    yield shared
                     yield attrs.evolve(shared, backward=True, causal=True)
                 continue
             yield attrs.evolve(shared, scale=0.5 if limits.custom_scale else None)
@@ -153,13 +155,16 @@ def cases(backend: Backend, device: torch.device) -> Iterator[Case]:
 
 def run(backend: Backend, kernel: Kernel, device: torch.device) -> str | None:
     """Run the grid on `device`: None when every admitted case is right, else what went wrong at which."""
-    ran = 0
-    for case in cases(backend, device):
-        problem = check(backend, kernel, case, device)
-        if problem is not None and problem != "":
-            return f"self-test failed ({case}): {problem}"
-        ran += problem is None
-    return None if ran else "self-test: its constraints admit none of the calls of the grid"
+    for lengths in (LENGTHS, WHOLE_TILES):
+        ran = 0
+        for case in cases(backend, device, lengths):
+            problem = check(backend, kernel, case, device)
+            if problem is not None and problem != "":
+                return f"self-test failed ({case}): {problem}"
+            ran += problem is None
+        if ran:
+            return None
+    return "self-test: its constraints admit none of the calls of the grid"
 
 
 def check(backend: Backend, kernel: Kernel, case: Case, device: torch.device) -> str | None:
