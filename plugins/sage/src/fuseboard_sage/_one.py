@@ -24,8 +24,7 @@ def _is_causal(call: Call) -> bool:
 
 def _keys_fit(call: Call, sizes: Sizes) -> bool:
     # Keys are loaded 64 at a time, and those beyond the last take part in the softmax as zeros (error 0.3 at 65 keys,
-    # 4 at one key, inputs from N(0, 1)). Causality hides them.
-    # https://github.com/thu-ml/SageAttention/tree/v1.0.6
+    # 4 at one key, inputs from N(0, 1)). Causality hides them. Seen with 1.0.6, the last release of that generation.
     return _is_causal(call) or sizes.k_length % 64 == 0
 
 

@@ -1,7 +1,7 @@
 """`sage`: SageAttention 1 or 2, whichever is installed. Inference only, approximate.
 
-Both are called `sageattention` and take unknown arguments without a word, so an argument that one lacks is never passed:
-the installed version, read from metadata, decides which limits and which kernel hold, and the import checks it.
+Both are called `sageattention` and take unknown arguments without a word, so an argument that one lacks is never
+passed: the installed version, read from metadata, decides which limits and which kernel hold, and the import checks it.
 """
 
 from __future__ import annotations
@@ -73,13 +73,16 @@ def rank(call: Call, sizes: Sizes) -> float:
 
 @hookimpl
 def known_bad() -> Iterator[KnownBad]:
-    """Reported, and not refused by a limit already."""
+    """What is reported upstream. The limits refuse all of it; these say where to read about it."""
     yield KnownBad(
-        "releases before 1.0.6 are not tried here",
-        "https://github.com/thu-ml/SageAttention/releases",
-        package="sageattention",
-        versions="<1.0.6",
+        "causality with unequal lengths is aligned to the first key by some of its kernels, and raises in others",
+        "https://github.com/thu-ml/SageAttention/pull/372",
+        call=lambda call: _causal(call) and call.lengths != "equal",
     )
+
+
+def _causal(call: Call) -> bool:
+    return call.causal or (call.structure is not None and call.structure.causal)
 
 
 @hookimpl
