@@ -284,3 +284,30 @@ def test_a_kernel_object_may_be_any_callable():
             return right(q, k, v, **given)
 
     assert judged(entry=Entry("x", lambda: plugin(**hooks_of(Bound().attention)))).ok
+
+
+def test_a_self_test_that_was_given_up_stops_and_does_not_abort_the_process(python):
+    code = """
+import types, torch, threading, fuseboard as fb
+from fuseboard.registry import Entry, Registry, use
+from fuseboard.settings import Settings
+
+SDPA = torch.nn.functional.scaled_dot_product_attention
+started, calls = threading.Event(), []
+
+def kernel(q, k, v, *, mask, mask_info, causal, scale, dropout_p):
+    calls.append(1)
+    for _ in range(2000):
+        out = SDPA(q, k, v)
+    return out
+
+hooks = {"info": lambda: fb.BackendInfo("slow"), "kernel": lambda: kernel,
+         "constraints": lambda: fb.Constraints(devices={"cpu"}, dtypes={torch.float32}, backward=True, gqa=True)}
+plugin = types.SimpleNamespace(**{name: fb.hookimpl(hook) for name, hook in hooks.items()})
+q = torch.randn(1, 2, 4, 8)
+site = fb.Site("slow")
+with use(Registry([Entry("slow", lambda: plugin)], Settings(probe_timeout=0.05))), fb.bind("fast"):
+    fb.attention(q, q, q, site=site)
+print("answered")
+"""
+    assert python(code) == "answered\n"

@@ -7,6 +7,7 @@ the host.
 
 from __future__ import annotations
 
+import atexit
 import importlib.metadata
 import threading
 
@@ -106,15 +107,22 @@ def verdict(registry: Registry, backend: Backend, device: torch.device) -> Verdi
 def _on_a_thread(backend: Backend, device: torch.device, timeout: float) -> Verdict:
     answers: list[Verdict | BaseException] = []
 
+    given_up = threading.Event()
+
     def ask() -> None:
         try:
-            answers.append(_ask(backend, device))
+            answers.append(_ask(backend, device, given_up))
         except BaseException as error:  # noqa: BLE001 - handed to the thread that asked
             answers.append(error)
 
     thread = threading.Thread(target=ask, name=f"fuseboard-probe-{backend.name}", daemon=True)
     thread.start()
-    thread.join(timeout)
+    try:
+        thread.join(timeout)
+    finally:
+        if thread.is_alive():  # too late, or the wait was interrupted
+            given_up.set()
+            _given_up.append(thread)
     if not answers:
         text = f"its import or self-test did not end within {timeout:g} s (FUSEBOARD_PROBE_TIMEOUT)"
         return Verdict(ok=False, reason=text, stage="time limit")
@@ -126,7 +134,19 @@ def _on_a_thread(backend: Backend, device: torch.device, timeout: float) -> Verd
     return answer
 
 
-def _ask(backend: Backend, device: torch.device) -> Verdict:
+# An interpreter that ends while a thread is inside torch aborts. A probe that was given up ends before its next case,
+# and the end of the process waits a little for it; one that truly hangs is left behind.
+_given_up: list[threading.Thread] = []
+_LAST_WAIT = 2.0
+
+
+@atexit.register
+def _leave() -> None:
+    for thread in _given_up:
+        thread.join(_LAST_WAIT)
+
+
+def _ask(backend: Backend, device: torch.device, given_up: threading.Event) -> Verdict:
     """Probe, import, self-test; an exception at each becomes its reason."""
     stage = "probe"
     try:
@@ -139,7 +159,7 @@ def _ask(backend: Backend, device: torch.device) -> Verdict:
             if not callable(kernel):
                 return Verdict(ok=False, reason=f"hook kernel gave {kernel!r}, which cannot be called", stage=stage)
             stage = "self-test"
-            reason = selftest.run(backend, kernel, device)
+            reason = selftest.run(backend, kernel, device, given_up.is_set)
     except Exception as error:  # noqa: BLE001 - a package may raise anything at import or in a kernel
         return Verdict(ok=False, reason=f"{stage} failed: {first_line(error)}", stage=stage)
     return Verdict(ok=False, reason=reason, stage=stage) if reason is not None else Verdict(ok=True, kernel=kernel)
