@@ -78,6 +78,8 @@ def registry() -> Iterator[Registry]:
             backend = made.resolve(each.name)
             assert backend is not None
             made.verdicts[each.name, "cpu"] = Verdict(ok=True, kernel=backend.load(CPU))
+        FIRST.GIVEN.clear()
+        SECOND.GIVEN.clear()
         yield made
 
 
@@ -111,6 +113,20 @@ def right(name: str, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> bool:
     assert out.dtype == q.dtype
     assert all(torch.equal(each, old) for each, old in zip((q, k, v), before, strict=True)), "an input has changed"
     return distance(out, attention_fp64(q, k, v, **arguments)) <= sage.tolerance(q.dtype) * size
+
+
+def test_the_stand_ins_are_as_faulty_as_the_packages() -> None:
+    q, k, v = qkv(65, 65)
+    want, before = attention_fp64(q, k, v), k.clone()
+
+    assert distance(FIRST.sageattn(q, k.clone(), v), want) > 0.1  # padded keys take part
+    FIRST.sageattn(q, k, v, is_causal=True, attn_mask=3)  # a swallowed mask, and k written
+    assert not torch.equal(k, before)
+    assert FIRST.sageattn(*qkv(64, 64), is_causal=True).isnan().any()  # a scale read beyond the last
+    assert not FIRST.sageattn(*qkv(64, 64)[:2], qkv(64, 64)[2] * 1e5).isfinite().all()
+    assert SECOND.sageattn(*qkv(63, 63)).isnan().all()
+    assert distance(SECOND.sageattn(*qkv(64, 128), is_causal=True), attention_fp64(*qkv(64, 128))) > 0.1
+    assert distance(THIRD.sageattn3_blackwell(*qkv(64, 64), scale=0.01), attention_fp64(*qkv(64, 64))) > 0.1
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -213,7 +229,7 @@ def test_masks_of_every_kind_are_refused_where_the_package_would_drop_them(name:
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_no_argument_is_passed_that_the_package_would_swallow(name: str) -> None:
-    strict(name, *qkv())  # and the self-test before it
+    strict(name, *qkv())
 
     assert all(set(given) == {"smooth_k", "is_causal"} and not given["smooth_k"] for given in FIRST.GIVEN)
     assert all(set(given) == {"is_causal"} for given in SECOND.GIVEN)
@@ -478,6 +494,7 @@ def child(
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "version", "reason"),
     [
@@ -504,6 +521,7 @@ def test_a_package_that_is_absent_or_broken_is_a_reason_and_harms_nobody(
     assert "'used': {'sdpa-cpu': 1}" in said
 
 
+@pytest.mark.slow
 def test_an_import_that_hangs_is_a_reason(tmp_path: Path) -> None:
     said = child(tmp_path, "import threading; threading.Event().wait(60)", FUSEBOARD_PROBE_TIMEOUT="5")
 
@@ -511,6 +529,7 @@ def test_an_import_that_hangs_is_a_reason(tmp_path: Path) -> None:
     assert "'used': {'sdpa-cpu': 1}" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("folder", "version", "plugin"),
     [("sage1", "1.0.6", "sage"), ("sage2", "2.2.0", "sage"), ("sage3", "1.0.0", "sage3")],
@@ -521,6 +540,7 @@ def test_each_generation_is_told_by_its_metadata_and_used(
     assert f"'used': {{'{plugin}': 1}}" in child(tmp_path, HERE / folder, version, plugin)
 
 
+@pytest.mark.slow
 def test_the_third_generation_without_its_function_is_a_reason(tmp_path: Path) -> None:
     assert "AttributeError" in child(tmp_path, "", "1.0.0", "sage3")
     assert "pip install" in sage3.install_line()

@@ -1,0 +1,3 @@
+"""Imports the attention, as the package does."""
+
+from . import fmha as fmha
