@@ -25,7 +25,7 @@ TORCH_FREE = ("errors", "settings", "constraints", "backend", "hookspecs", "regi
 
 
 def spine() -> dict[str, Path]:
-    return {path.stem: path for path in CORE.glob("*.py") if path.stem != "__init__"}
+    return {path.stem: path for path in CORE.glob("*.py") if path.stem not in ("__init__", "__main__")}
 
 
 def imported(path: Path) -> set[str]:

@@ -111,9 +111,76 @@ def test_it_names_every_refusal_with_actual_allowed_and_nearest(site):
         "       dtype is float32, allowed float16 (nearest: cast to float16)\n"
         "       head_dim is 80, allowed 64, 96 (nearest: pad to 96 and keep scale=1/sqrt(80))\n"
         "       gqa is shared key heads, allowed equal heads (nearest: repeat_interleave k and v)\n"
+        "       to admit it: cast to float16; pad to 96 and keep scale=1/sqrt(80); repeat_interleave k and v\n"
         "-> flash (exact, about 0.75 µs): can answer\n"
         "   reference"
     )
+
+
+def test_the_changes_it_names_admit_the_call(site):
+    claims = {"head_dims": fb.HeadDims(only={64, 96}), "v_head_dims": fb.HeadDims(), "gqa": False}
+    q, k, v = qkv(heads=4, kv_heads=2, dim=80)
+    with registered(entry("picky", dtypes={torch.float16}, **claims), entry("many", queries={"one"}, gqa=False)):
+        before = fb.explain(site, q, k, v, enable_gqa=True, policy="fast")
+        q, k, v = q.half(), k.half(), v.half()
+        q, k = torch.nn.functional.pad(q, (0, 16)), torch.nn.functional.pad(k, (0, 16))
+        k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+        after = fb.explain(site, q, k, v, scale=80**-0.5, policy="fast")
+
+    changes = {each.name: each.changes for each in before.candidates}
+    assert changes["picky"] == (
+        "cast to float16",
+        "pad to 96 and keep scale=1/sqrt(80)",
+        "repeat_interleave k and v",
+    )
+    assert changes["many"] is None  # no change of the call makes one query of many
+    assert after.chosen == "picky"
+    assert {each.name: each.changes for each in after.candidates}["picky"] == ()
+
+
+def test_backends_of_other_devices_share_a_line_but_the_one_that_was_named(site):
+    far = [entry(name, devices={"cuda"}, dtypes={torch.float16}) for name in ("a", "b", "c")]
+    with registered(*far, entry("near")):
+        under_fast = fb.explain(site, *qkv(), policy="fast")
+        named = fb.explain(site, *qkv(), policy="b")
+
+    assert str(under_fast).splitlines()[2:] == [
+        "-> near (exact, about 1 µs): can answer",
+        "   reference",
+        "   a, b, c: device is cpu, allowed cuda",
+    ]
+    assert str(named).splitlines()[2:] == [
+        "   b (exact, about 1 µs): refuses",
+        "       device is cpu, allowed cuda",
+        "       dtype is float32, allowed float16 (nearest: cast to float16)",
+        "-> near (exact, about 1 µs): can answer",
+        "   reference",
+        "   a, c: device is cpu, allowed cuda",
+    ]
+    assert [each["name"] for each in named.as_dict()["candidates"]] == ["b", "a", "c", "near"]
+
+
+def test_a_package_of_the_wrong_version_comes_with_the_line_that_mends_it(site):
+    hooks = hooks_of(right) | {
+        "info": lambda: fb.BackendInfo("x", requires={"pluggy": ">=99"}),
+        "install_line": lambda torch_version: "pip install --no-deps pluggy==99",
+    }
+    with registered(entry_of("old", **hooks), probed=False):
+        (candidate,) = fb.explain(site, *qkv(), policy="fast").candidates
+
+    (refusal,) = candidate.refusals
+    assert refusal.rule == "version"
+    assert refusal.nearest == "pip install --no-deps pluggy==99"
+    assert str(refusal).endswith("needed >=99 (nearest: pip install --no-deps pluggy==99)")
+
+
+def test_times_are_shown_in_a_unit_that_fits(site):
+    ranks = {"a": 0.5, "b": 26900.0, "c": 3.2e6}
+    with registered(*(entry(name, rank=rank) for name, rank in ranks.items())):
+        text = str(fb.explain(site, *qkv(), policy="fast"))
+
+    for shown in ("a (exact, about 0.5 µs)", "b (exact, about 26.9 ms)", "c (exact, about 3.2 s)"):
+        assert shown in text
 
 
 def test_it_tells_of_faults_blocked_plugins_and_breakage(site):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fuseboard import context
-from fuseboard.backend import Later
+from fuseboard.backend import Backend, Later
 from fuseboard.call import Call, describe
 from fuseboard.chain import REFERENCE, Table
 from fuseboard.constraints import Refusal
@@ -45,6 +45,17 @@ class Candidate:
     refusals: tuple[Refusal, ...]
     later: Later | None = None
 
+    @property
+    def changes(self) -> tuple[str, ...] | None:
+        """What would admit the call, all of it together; None when for some refusal no change is known."""
+        nearest = [each.nearest for each in self.refusals]
+        return tuple(dict.fromkeys(each for each in nearest if each is not None)) if None not in nearest else None
+
+    @property
+    def elsewhere(self) -> Refusal | None:
+        """The refusal of a backend that is not for this device at all, or None."""
+        return next((each for each in self.refusals if each.rule in ("device", "capability")), None)
+
 
 @attrs.frozen
 class Explanation:
@@ -59,6 +70,7 @@ class Explanation:
         candidates: Every installed backend in the order in which it would be tried.
         faults: Plugins that could not be loaded.
         disabled: Backends blocked by a setting, and by which.
+        named: The backend that the policy names, or None.
     """
 
     site: str
@@ -69,9 +81,10 @@ class Explanation:
     candidates: tuple[Candidate, ...]
     faults: tuple[Fault, ...]
     disabled: dict[str, str]
+    named: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready data."""
+        """JSON-ready data: text, numbers, lists and None. `docs/doctor.md` describes each key."""
         return {
             "site": self.site,
             "policy": self.policy,
@@ -85,6 +98,7 @@ class Explanation:
                     "rank": each.rank if each.rank < float("inf") else None,
                     "later": attrs.asdict(each.later) if each.later is not None else None,
                     "refusals": [attrs.asdict(refusal) for refusal in each.refusals],
+                    "changes": None if each.changes is None else list(each.changes),
                 }
                 for each in self.candidates
             ],
@@ -99,18 +113,40 @@ class Explanation:
         ]
         if self.why_reference:
             lines.append(f"  {self.why_reference}")
+        elsewhere: dict[str, list[str]] = {}
         for each in self.candidates:
+            # One line for all backends of other devices: on a machine without a GPU they are most of what is installed.
+            if each.elsewhere is not None and each.name != self.named:
+                elsewhere.setdefault(str(each.elsewhere), []).append(each.name)
+                continue
             mark = "->" if each.name == self.chosen else "  "
             state = "refuses" if each.refusals else "can answer"
             if each.later is not None:
                 state = f"answers after {each.later.calls} calls of these sizes ({each.later.reason})"
-            rank = f", about {each.rank:.3g} µs" if each.rank < float("inf") else ""
+            rank = f", about {_duration(each.rank)}" if each.rank < float("inf") else ""
             lines.append(f"{mark} {each.name} ({each.exactness}{rank}): {state}")
             lines += [f"       {refusal}" for refusal in each.refusals]
+            if each.changes is not None and len(each.changes) > 1:
+                lines.append(f"       to admit it: {'; '.join(each.changes)}")
         lines.append(f"{'->' if self.chosen == REFERENCE else '  '} reference")
+        lines += [f"   {', '.join(names)}: {why}" for why, names in elsewhere.items()]
         lines += [f"   fault: {fault}" for fault in self.faults]
         lines += [f"   {name}: {why}" for name, why in sorted(self.disabled.items())]
         return "\n".join(lines)
+
+
+def _with_install_line(refusal: Refusal, backend: Backend) -> Refusal:
+    """A package of the wrong version is mended by the plugin's install line; where it is absent, the text has it."""
+    if refusal.rule != "version" or refusal.nearest is not None:
+        return refusal
+    line = backend.install(torch.__version__)
+    return refusal if line in refusal.actual else attrs.evolve(refusal, nearest=line)
+
+
+def _duration(microseconds: float) -> str:
+    if microseconds < 1e3:  # noqa: PLR2004 - a unit's thousand, like the next
+        return f"{microseconds:.3g} µs"
+    return f"{microseconds / 1e3:.3g} ms" if microseconds < 1e6 else f"{microseconds / 1e6:.3g} s"  # noqa: PLR2004
 
 
 def explain(
@@ -166,6 +202,7 @@ def explain(
     for link in chain.links(sizes):
         backend = link.backend
         refusals, answer = chain.reasons(link, sizes)
+        refusals = tuple(_with_install_line(each, backend) for each in refusals)
         later = None
         if not refusals and answer is not None and answer.kernel is not None:
             said = chain.declines(link, answer.kernel, q, k, v, **arguments)
@@ -195,5 +232,6 @@ def explain(
         why_reference,
         tuple(candidates),
         tuple(registry.faults),
-        registry.disabled,
+        dict(registry.disabled),
+        table.policy.backend_name,
     )
