@@ -17,11 +17,29 @@ CORE = ROOT / "core" / "src" / "fuseboard"
 LEVELS = (
     ("errors", "settings"),
     ("masks", "constraints", "call", "backend", "hookspecs"),
-    ("registry", "policy", "run", "context", "site", "selftest", "probe", "failure", "chain"),
+    (
+        *(
+            "registry",
+            "policy",
+            "run",
+            "context",
+            "site",
+            "verdicts",
+            "child",
+            "machine",
+            "selftest",
+            "probe",
+            "inside",
+        ),
+        *("failure", "chain"),
+    ),
     ("dispatch", "explanation"),
 )
 ORDER = [name for level in LEVELS for name in level]
-TORCH_FREE = ("errors", "settings", "constraints", "backend", "hookspecs", "registry", "policy", "run", "context")
+TORCH_FREE = (
+    *("errors", "settings", "constraints", "backend", "hookspecs", "registry", "policy", "run", "context"),
+    *("verdicts", "child"),
+)
 
 
 def spine() -> dict[str, Path]:

@@ -2,7 +2,8 @@
 
 The whole question runs on a thread of its own: with torch's default state whatever the caller has set (autocast, grad
 mode, streams are the thread's), and so that an import that hangs becomes a reason after a while instead of a hang of
-the host.
+the host. Under `FUSEBOARD_PROBE=child` a child process is asked before, or the disk, where its answers are kept: only a
+kernel that a process has survived is loaded here, and its self-test is not repeated.
 """
 
 from __future__ import annotations
@@ -10,17 +11,18 @@ from __future__ import annotations
 import atexit
 import importlib.metadata
 import threading
+from collections.abc import Callable
 
 import attrs
 import torch
 from torch.torch_version import TorchVersion
 
-from fuseboard import selftest
+from fuseboard import child, machine, selftest
 from fuseboard.backend import Backend, Kernel
 from fuseboard.constraints import version_terms
 from fuseboard.registry import Registry, first_line
 
-__all__ = ["Verdict", "precheck", "verdict"]
+__all__ = ["Verdict", "examine", "precheck", "verdict"]
 
 
 @attrs.frozen
@@ -31,7 +33,7 @@ class Verdict:
         ok: Yes or no.
         reason: Why not, in words; empty for yes.
         stage: Which step said no: `device`, `version`, `known bad`, `probe`, `import`, `self-test`, `time limit` or
-            `capture`.
+            `capture`; in a child also `plugin` or `crash`.
         kernel: What to call; None for no.
     """
 
@@ -99,19 +101,46 @@ def verdict(registry: Registry, backend: Backend, device: torch.device) -> Verdi
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 text = "not probed yet, and a CUDA graph is being captured: make one such call before the capture"
                 return Verdict(ok=False, reason=text, stage="capture")
-            answer = _on_a_thread(backend, device, registry.settings.probe_timeout)
+            answer = _by_a_child(registry, backend, device) if registry.settings.probe == "child" else None
+            if answer is None or answer.ok:
+                tested = answer is not None
+                answer = _on_a_thread(backend, device, registry.settings.probe_timeout, tested=tested)
         registry.verdicts[key] = answer
         return answer
 
 
-def _on_a_thread(backend: Backend, device: torch.device, timeout: float) -> Verdict:
+def examine(
+    backend: Backend, device: torch.device, *, on_stage: Callable[[str], None] = lambda _stage: None
+) -> Verdict:
+    """Whether `backend` can run on `device`, asked here and now, on the calling thread and without a time limit.
+
+    What a child process does: an exception that is no `Exception` is the caller's.
+    """
+    return precheck(backend, device) or _ask(backend, device, threading.Event(), on_stage)
+
+
+def _by_a_child(registry: Registry, backend: Backend, device: torch.device) -> Verdict | None:
+    """What a child said, now or earlier; None where none can be asked."""
+    # A backend that a host or a test gave to its Registry by hand is no installed entry point: a child would not find
+    # it, or would find another of that name.
+    found = child.find(backend.name, backend.distribution, registry.settings)
+    if found is None or found.version != backend.version or not child.possible():
+        return None
+    answer = child.probe(
+        backend.name, str(device), distribution=backend.distribution, config=registry.settings,
+        machine=machine.facts([device]),
+    )  # fmt: skip
+    return Verdict(ok=answer.ok, reason=answer.reason, stage=answer.stage)
+
+
+def _on_a_thread(backend: Backend, device: torch.device, timeout: float, *, tested: bool) -> Verdict:
     answers: list[Verdict | BaseException] = []
 
     given_up = threading.Event()
 
     def ask() -> None:
         try:
-            answers.append(_ask(backend, device, given_up))
+            answers.append(_ask(backend, device, given_up, tested=tested))
         except BaseException as error:  # noqa: BLE001 - handed to the thread that asked
             answers.append(error)
 
@@ -146,20 +175,29 @@ def _leave() -> None:
         thread.join(_LAST_WAIT)
 
 
-def _ask(backend: Backend, device: torch.device, given_up: threading.Event) -> Verdict:
-    """Probe, import, self-test; an exception at each becomes its reason."""
+def _ask(
+    backend: Backend,
+    device: torch.device,
+    given_up: threading.Event,
+    on_stage: Callable[[str], None] = lambda _stage: None,
+    *,
+    tested: bool = False,
+) -> Verdict:
+    """Probe, import, self-test unless it is `tested` already; an exception at each becomes its reason."""
     stage = "probe"
     try:
         with torch.inference_mode(mode=False), _current(device):
+            on_stage(stage)
             reason = backend.probe(device)
             if reason is not None:
                 return Verdict(ok=False, reason=str(reason), stage=stage)
-            stage = "import"
+            on_stage(stage := "import")
             kernel = backend.load(device)
             if not callable(kernel):
                 return Verdict(ok=False, reason=f"hook kernel gave {kernel!r}, which cannot be called", stage=stage)
-            stage = "self-test"
-            reason = selftest.run(backend, kernel, device, given_up.is_set)
+            if not tested:
+                on_stage(stage := "self-test")
+                reason = selftest.run(backend, kernel, device, given_up.is_set)
     except Exception as error:  # noqa: BLE001 - a package may raise anything at import or in a kernel
         return Verdict(ok=False, reason=f"{stage} failed: {first_line(error)}", stage=stage)
     return Verdict(ok=False, reason=reason, stage=stage) if reason is not None else Verdict(ok=True, kernel=kernel)

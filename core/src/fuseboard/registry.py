@@ -147,6 +147,10 @@ class Registry:
         with self.lock:
             return frozenset(name for name in self._entries if self._backends.get(name, ...) is not None)
 
+    def entry(self, name: str) -> Entry | None:
+        """The entry point that a name stands for, not loaded; None when there is none, or it is blocked."""
+        return self._entries.get(name)
+
     def backends(self) -> list[Backend]:
         """Every backend that can be loaded. Loads the plugins' modules, not their kernel packages."""
         return [backend for name in sorted(self._entries) if (backend := self.resolve(name)) is not None]

@@ -1,0 +1,87 @@
+"""What torch says of this machine: versions, devices, and the state of its attention that all threads share."""
+
+from __future__ import annotations
+
+import platform
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["devices", "facts", "sdpa"]
+
+
+def facts(of: Iterable[torch.device] | None = None) -> dict[str, Any]:
+    """Versions of torch and of what it was built for, the driver, and the devices (`of`, or all there are)."""
+    wanted = list(devices() if of is None else of)
+    return {
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        # Asking for the version loads the library: only where a device may use it.
+        "cudnn": torch.backends.cudnn.version() if any(each.type == "cuda" for each in wanted) else None,  # type: ignore[no-untyped-call]
+        "driver": _driver(),
+        "devices": [_device(each) for each in wanted],
+    }
+
+
+def devices() -> list[torch.device]:
+    """The devices that a backend may be asked about here."""
+    found = [torch.device("cpu")]
+    for kind in ("cuda", "xpu"):
+        module = getattr(torch, kind, None)
+        if module is not None and module.is_available():
+            found += [torch.device(kind, index) for index in range(module.device_count())]
+    if torch.backends.mps.is_available():
+        found.append(torch.device("mps"))
+    return found
+
+
+def sdpa() -> dict[str, Any]:
+    """The state of torch's attention that all threads share."""
+    backends = torch.backends.cuda
+    state: dict[str, Any] = {
+        "flash": backends.flash_sdp_enabled(),  # type: ignore[no-untyped-call]
+        "mem_efficient": backends.mem_efficient_sdp_enabled(),  # type: ignore[no-untyped-call]
+        "math": backends.math_sdp_enabled(),  # type: ignore[no-untyped-call]
+        "cudnn": backends.cudnn_sdp_enabled(),  # type: ignore[no-untyped-call]
+        "reduced_precision_math": backends.fp16_bf16_reduction_math_sdp_allowed(),  # type: ignore[no-untyped-call]
+    }
+    order = getattr(torch._C, "_get_sdp_priority_order", None)
+    if order is not None:
+        state["priority"] = [int(each) for each in order()]
+    return state
+
+
+def _device(device: torch.device) -> dict[str, Any]:
+    if device.type == "cuda":
+        of = torch.cuda.get_device_properties(device)
+        return {"device": str(device), "name": of.name, "capability": [of.major, of.minor], "memory": of.total_memory}
+    if device.type == "cpu":
+        return {"device": "cpu", "name": _processor(), "capability": torch.backends.cpu.get_cpu_capability()}
+    return {"device": str(device), "name": device.type, "capability": None}
+
+
+def _processor() -> str:
+    """The CPU's name: a home on a network is shared by machines, and an illegal instruction is one only on some."""
+    found = re.search(r"^model name\s*:\s*(.+)$", _text("/proc/cpuinfo"), re.MULTILINE)
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def _driver() -> str | None:
+    found = re.search(r"Module\s+(?:for \S+\s+)?([\d.]+)", _text("/proc/driver/nvidia/version"))
+    if found:
+        return found[1]
+    ask = getattr(torch._C, "_cuda_getDriverVersion", None)
+    version = ask() if ask is not None and torch.version.cuda else 0
+    return f"CUDA {version // 1000}.{version % 1000 // 10}" if version else None
+
+
+def _text(file: str) -> str:
+    try:
+        return Path(file).read_text(errors="replace") if sys.platform != "win32" else ""
+    except OSError:
+        return ""
