@@ -20,7 +20,7 @@ from fuseboard.constraints import Constraints, Guard, HeadDims
 from fuseboard.masks import MaskInfo, Structure, to_additive
 from fuseboard.testing.models import MODELS
 
-__all__ = ["Case", "DenseMask", "Inputs", "base_dim", "cases"]
+__all__ = ["HUGE", "Case", "DenseMask", "Inputs", "base_dim", "cases", "few", "other_keys"]
 
 BATCH, HEADS, SHARED = 2, 4, 2
 WINDOW = 9
@@ -39,6 +39,11 @@ STRUCTURES = [
     if each != ("none", False, None)
 ]
 
+HUGE = -1e30
+"""What engines add to hide a key where they avoid -inf; float16 has no such number."""
+
+LAYOUTS = ("transposed", "strided", "sliced", "offset", "cache", "expanded", "shared", "one-head")
+
 LARGEST = 500 * 2**20
 """Bytes that a case for a guard may need, its float64 copies included."""
 
@@ -54,7 +59,8 @@ class DenseMask:
         kind: `bool`, `additive` in q's dtype, or additive in `float32`.
         axes: Its shape, a letter an axis: b, h, q, k or 1, from rank 1 to 4.
         layout: `packed`, `sliced` out of a wider buffer, `transposed`, or `expanded` with strides of 0.
-        hides: `some` keys; also `rows`, whole rows; `lowest`, by the dtype's lowest number in place of -inf.
+        hides: `some` keys; also `rows`, whole rows; by finite numbers in place of -inf, `lowest`, the dtype's lowest,
+            or `huge`, -1e30, which in a whole row makes all keys equal.
     """
 
     kind: str
@@ -111,7 +117,8 @@ class Case:
         structure: `(keys, causal, window)` of a `MaskInfo`; `keys` with a 0 behind has a row without any real key.
         beside: The kind of dense mask given beside the structure and saying the same; empty for none.
         scale: None for the default.
-        layout: How q, k and v lie in memory; see `_laid_out`.
+        layout: How q, k and v lie in memory; see `_laid_out`. Besides: `expanded`, all rows are one; `shared`, all rows
+            have the same keys; `one-head`, all key heads are one, each with a stride of 0; `same`, q is k and is v.
         grad: Which inputs need a gradient: letters of `qkvm`, m the mask.
         note: A model's name, or the guard that the case is made for.
         crossed: It is part of the crossing that the matrix shows.
@@ -168,28 +175,34 @@ class Case:
         kind = "bool" if self.mask.kind == "bool" else "additive"
         return f"{kind} mask{' + causal flag' if self.causal else ''}{', its gradient' if 'm' in self.grad else ''}"
 
-    def inputs(self, device: torch.device) -> Inputs:
-        """The tensors, the same each time."""
-        generator = torch.Generator().manual_seed(zlib.crc32(str(self).encode()))
+    def inputs(self, device: torch.device, draw_number: int = 0) -> Inputs:
+        """The tensors, the same each time for one number; with another, other values in the same shapes."""
+        generator = torch.Generator().manual_seed(zlib.crc32(str(self).encode()) + draw_number)
         draw_in = torch.float64 if self.dtype == torch.float64 else torch.float32
 
         def draw(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, dtype=draw_in).to(device, self.dtype)
 
         def leaf(name: str, heads: int, length: int, dim: int) -> Tensor:
-            one = self.layout == "expanded"
-            laid = _laid_out(draw(1 if one else self.batch, heads, length, dim), self.layout, name)
-            return (laid.expand(self.batch, -1, -1, -1) if one else laid).requires_grad_(name in self.grad)
+            row = self.layout == "expanded" or (self.layout == "shared" and name in "kv")
+            head = self.layout == "one-head" and name in "kv"
+            drawn = draw(1 if row else self.batch, 1 if head else heads, length, dim)
+            laid = _laid_out(drawn, self.layout, name)
+            return (laid.expand(self.batch, heads, -1, -1) if row or head else laid).requires_grad_(name in self.grad)
 
         q = leaf("q", self.heads, self.q_length, self.head_dim)
-        k = leaf("k", self.kv_heads, self.k_length, self.head_dim)
-        v = leaf("v", self.kv_heads, self.k_length, self.v_head_dim)
+        k = v = q
+        if self.layout != "same":
+            k = leaf("k", self.kv_heads, self.k_length, self.head_dim)
+            v = leaf("v", self.kv_heads, self.k_length, self.v_head_dim)
         mask = None if self.mask is None else self._mask(self.mask, generator, device)
         info = None
         if self.structure is not None:
             keys, causal, window = self.structure
             padding: Any = keys.rstrip("0") if keys.rstrip("0") in ("right", "left") else None
             info = MaskInfo(_keys(keys, self.batch, self.k_length, device), causal, window, padding)
+            if draw_number and info.keys is not None:
+                info = attrs.evolve(info, keys=other_keys(info))
             if self.beside:
                 mask = info.dense(self.q_length, self.k_length, device)
                 mask = mask if self.beside == "bool" else to_additive(mask, self.dtype)
@@ -201,12 +214,12 @@ class Case:
         sizes = {"b": self.batch, "h": self.heads, "q": self.q_length, "k": self.k_length, "1": 1}
         shape = [sizes[axis] for axis in wanted.axes]
         seen = torch.rand(shape, generator=generator) < 0.7  # noqa: PLR2004 - most, not all
-        if wanted.hides == "rows" and len(shape) > 1 and shape[-2] > 1:
+        if wanted.hides in ("rows", "huge") and len(shape) > 1 and shape[-2] > 1:
             seen[..., shape[-2] // 2, :] = False
         dtype = torch.bool
         if wanted.kind != "bool":
             dtype = torch.float32 if wanted.kind == "float32" else self.dtype
-            low = torch.finfo(dtype).min if wanted.hides == "lowest" else -torch.inf
+            low = {"lowest": torch.finfo(dtype).min, "huge": HUGE}.get(wanted.hides, -torch.inf)
             if wanted.hides == "lowest" and shape:
                 seen[..., 0] = True  # what such a row shows when nothing is left is each kernel's rounding
             noise = torch.randn(shape, generator=generator).to(dtype)
@@ -238,6 +251,8 @@ def _laid_out(tensor: Tensor, layout: str, name: str) -> Tensor:
     elif layout == "sliced":  # out of a fused projection, at an odd address
         wide = tensor.new_full((batch, heads, length, dim + 3), torch.nan)
         view = wide[..., 1 : 1 + dim]
+    elif layout == "offset":  # contiguous, one element behind an aligned address
+        view = tensor.new_full((tensor.numel() + 1,), torch.nan)[1:].view(tensor.shape)
     elif layout == "cache" and name in "kv":
         wide = tensor.new_full((batch, heads, length + 13, dim), torch.nan)
         view = wide[:, :, :length]
@@ -259,6 +274,14 @@ def _keys(kind: str, batch: int, k_length: int, device: torch.device) -> Tensor 
     return ((place < real) if kind.startswith("right") else (place >= k_length - real)).to(device)
 
 
+def other_keys(info: MaskInfo) -> Tensor:
+    """Other real keys with padding at the same end: the first rows get the last ones' and the other way round."""
+    assert info.keys is not None
+    if info.padding is None:
+        return ~info.keys
+    return info.keys.flip(0)
+
+
 def base_dim(dims: HeadDims) -> int:
     """A usual head dimension that is admitted; the smallest one otherwise."""
     return next((dim for dim in (32, 64, 16, 128, 8) if dims.admits(dim)), dims.nearest(0) or 64)
@@ -273,16 +296,46 @@ def cases(limits: Constraints, device: torch.device) -> list[Case]:
     return list(made.values())
 
 
-def _all(limits: Constraints, device: torch.device) -> Iterator[Case]:
-    order = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-    dtypes = [dtype for dtype in order if dtype in limits.dtypes] or sorted(limits.dtypes, key=str)
+def few(limits: Constraints) -> list[Case]:
+    """One call of each sort, for checks that make each several times. All are among `cases`."""
+    plain = _plain(limits)
+    square = attrs.evolve(plain, q_length=33, k_length=33)
+    bool_mask, additive = DenseMask("bool"), DenseMask("additive", hides="some")
+    found = [
+        attrs.evolve(plain, **more)
+        for more in (
+            {}, {"kv_heads": SHARED}, {"mask": bool_mask}, {"mask": additive}, {"structure": ("none", True, None)},
+            {"structure": ("none", True, WINDOW)}, {"structure": ("right", False, None)},
+            {"structure": ("right", True, None)}, {"structure": ("left", True, None)},
+            {"structure": ("any", False, None)}, {"grad": "qkv"}, {"grad": "qkv", "kv_heads": SHARED},
+            {"grad": "qkv", "mask": additive}, {"grad": "qkvm", "mask": additive},
+            {"grad": "qkv", "structure": ("none", True, None)}, {"grad": "qkv", "structure": ("right", False, None)},
+        )
+    ]  # fmt: skip
+    found += [attrs.evolve(square, causal=True), attrs.evolve(square, causal=True, grad="qkv")]
+    return [*found, attrs.evolve(plain, q_length=1), attrs.evolve(plain, layout="transposed")]
+
+
+ORDER = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def _dtypes(limits: Constraints) -> list[torch.dtype]:
+    return [dtype for dtype in ORDER if dtype in limits.dtypes] or sorted(limits.dtypes, key=str)
+
+
+def _plain(limits: Constraints) -> Case:
     dim = base_dim(limits.head_dims)
     v_dim = dim if limits.v_head_dims is None or limits.v_head_dims.admits(dim) else base_dim(limits.v_head_dims)
+    return Case(_dtypes(limits)[0], 33, 65, dim, v_dim)
+
+
+def _all(limits: Constraints, device: torch.device) -> Iterator[Case]:
+    plain, dtypes = _plain(limits), _dtypes(limits)
     for dtype in dtypes:
-        yield from _crossing(Case(dtype, 33, 65, dim, v_dim))
-        yield from _few(Case(dtype, 33, 65, dim, v_dim))
-    plain = Case(dtypes[0], 33, 65, dim, v_dim)
-    yield attrs.evolve(plain, dtype=next((dtype for dtype in order if dtype not in limits.dtypes), dtypes[0]))
+        yield from _crossing(attrs.evolve(plain, dtype=dtype))
+        yield from _few(attrs.evolve(plain, dtype=dtype))
+    yield attrs.evolve(plain, dtype=next((dtype for dtype in ORDER if dtype not in limits.dtypes), dtypes[0]))
+    yield from few(limits)
     for family in (_lengths, _heads, _masks, _structures, _scales, _layouts, _gradients):
         yield from family(plain)
     yield from _head_dims(plain, limits)
@@ -312,6 +365,9 @@ def _few(plain: Case) -> Iterator[Case]:
         yield attrs.evolve(plain, q_length=n_q, k_length=n_k, causal=True, scale=0.3)
     yield attrs.evolve(plain, mask=DenseMask("float32", "11qk"))
     yield attrs.evolve(plain, mask=DenseMask("additive", "b1qk", hides="lowest"))
+    if torch.finfo(plain.dtype).min < HUGE:
+        yield attrs.evolve(plain, mask=DenseMask("additive", "b1qk", hides="huge"))
+    yield attrs.evolve(plain, mask=DenseMask("float32", "b1qk", hides="huge"))
     yield attrs.evolve(plain, layout="transposed", kv_heads=1)
 
 
@@ -327,6 +383,7 @@ def _lengths(plain: Case) -> Iterator[Case]:
             yield attrs.evolve(case, mask=DenseMask("additive", "b1qk"), grad="qkv")
     yield attrs.evolve(plain, batch=0)
     yield attrs.evolve(plain, batch=0, grad="qkv")
+    yield attrs.evolve(plain, heads=0, kv_heads=0)
     yield attrs.evolve(plain, batch=1, heads=1, kv_heads=1)
 
 
@@ -396,8 +453,12 @@ def _layouts(plain: Case) -> Iterator[Case]:
         {"structure": ("right", False, None)}, {"structure": ("left", True, None)},
         {"structure": ("none", True, WINDOW)}, {"grad": "qkv"}, {"q_length": 1}, {"k_length": 64},
     )  # fmt: skip
-    for layout, what in itertools.product(("transposed", "strided", "sliced", "cache", "expanded"), whats):
+    for layout, what in itertools.product(LAYOUTS, whats):
         yield attrs.evolve(plain, layout=layout, **what)
+    one = attrs.evolve(plain, q_length=65, v_head_dim=plain.head_dim, layout="same")
+    for more in ({}, {"causal": True}, {"mask": DenseMask("bool")}, {"structure": ("right", True, None)}):
+        yield attrs.evolve(one, **more)
+        yield attrs.evolve(one, grad="qkv", **more)
 
 
 def _gradients(plain: Case) -> Iterator[Case]:

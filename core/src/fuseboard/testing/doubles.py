@@ -21,6 +21,7 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fuseboard import registry
 from fuseboard.backend import BackendInfo, Exactness, Kernel
@@ -31,7 +32,7 @@ from fuseboard.masks import MaskInfo
 from fuseboard.policy import Policy
 from fuseboard.registry import Entry, Registry
 from fuseboard.run import Run
-from fuseboard.selftest import attention_fp64
+from fuseboard.selftest import attention_fp64, definition
 from fuseboard.settings import Settings
 
 __all__ = ["EVERYTHING", "Double", "capture_run", "fake_backend", "liars", "loopback", "registered"]
@@ -124,6 +125,9 @@ def _attend(
     dropout_p: float,
 ) -> Tensor:
     assert not dropout_p, "no double claims dropout"
+    if mask_info is not None and mask_info.keys is not None:
+        real = mask_info.keys[:, None, :, None]
+        k, v = (each.masked_fill(~real, 0.0) for each in (k, v))  # whatever is there: 0 * NaN is NaN
     return attention_fp64(q, k, v, mask=mask, mask_info=mask_info, causal=causal, scale=scale).to(q.dtype)
 
 
@@ -229,6 +233,121 @@ def _failing_later(*_device: object) -> Kernel:
     return kernel
 
 
+def _low_is_hidden(given: dict[str, Any]) -> None:
+    mask = given["mask"]
+    if mask is not None and mask.dtype != torch.bool:
+        given["mask"] = mask.masked_fill(mask < -1e9, -torch.inf)  # noqa: PLR2004 - a threshold as kernels have one
+
+
+def _without_strides(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
+    """A kernel that is handed a pointer, and takes it that rows lie one behind the other."""
+    if k.shape[0] > 1 and k.stride(0) == 0:
+        k = k.clone()
+        k[1:] = 0
+    return _attend(q, k, v, **given)
+
+
+def _remembering_outputs(*_device: object) -> Kernel:
+    """A kernel whose cache asks for the shapes alone."""
+    seen: dict[tuple[object, ...], Tensor] = {}
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
+        out = _attend(q, k, v, **given)
+        if out.requires_grad:
+            return out
+        said = [value for value in given.values() if not isinstance(value, (Tensor, MaskInfo))]
+        info, mask = given["mask_info"], given["mask"]
+        key = (q.shape, k.shape, q.dtype, k.stride(), *said, info and (info.causal, info.window, info.padding))
+        return seen.setdefault((*key, None if mask is None else mask.shape), out).clone()
+
+    return kernel
+
+
+def _remembering_keys(*_device: object) -> Kernel:
+    """A kernel that counts the real keys once for every tensor."""
+    seen = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, *, mask_info: MaskInfo | None, **given: Any) -> Tensor:
+        if mask_info is not None and mask_info.keys is not None:
+            keys = mask_info.keys
+            kept = seen.setdefault(keys, keys.clone())
+            mask_info = attrs.evolve(mask_info, keys=kept)
+        return _attend(q, k, v, mask_info=mask_info, **given)
+
+    return kernel
+
+
+def _asking_for_lengths(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
+    """A kernel that fetches the longest row's length, and so waits for the device."""
+    info = given["mask_info"]
+    if info is not None and info.padding == "right":
+        longest = int(info.lengths().max())
+        k, v = k[:, :, :longest], v[:, :, :longest]
+        dense = info.dense(q.shape[2], info.keys.shape[1], q.device)[..., :longest]
+        given |= {"mask": dense, "mask_info": None}
+    return _attend(q, k, v, **given)
+
+
+def _reading_padding(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
+    """A kernel that gives padded keys a weight of zero, and multiplies their values with it."""
+    given.pop("dropout_p")
+    return attention_fp64(q, k, v, **given).to(q.dtype)
+
+
+def _recomputed() -> bool:
+    """Whether a backward is running: then it is gradient checkpointing that calls."""
+    return bool(torch._C._current_graph_task_id() >= 0)
+
+
+def _failing_when_recomputed(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
+    if _recomputed():
+        msg = "the stream of the forward is gone"
+        raise RuntimeError(msg)
+    return _attend(q, k, v, **given)
+
+
+def _otherwise_when_recomputed(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
+    """A kernel that takes another path the second time, and so saves other tensors for its backward."""
+    if _recomputed():
+        given.pop("dropout_p")
+        return definition(q, k, v, **given)
+    return _attend(q, k, v, **given)
+
+
+def _keeping_ones(*_device: object) -> Kernel:
+    """A kernel that keeps a tensor made in inference mode, which no backward can use."""
+    kept: dict[torch.Size, Tensor] = {}
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
+        return _attend(q * kept.setdefault(q.shape, torch.ones_like(q)), k, v, **given)
+
+    return kernel
+
+
+def _for_leaves_only(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
+    """A kernel that takes a tensor somebody has computed for one without a gradient."""
+    return _attend(*(each if each.is_leaf else each.detach() for each in (q, k, v)), **given)
+
+
+def _behind_no_compiler(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
+    if "Compiled" in type(q.grad_fn).__name__:
+        msg = "this kernel writes its own backward, and found another's"
+        raise RuntimeError(msg)
+    return _attend(q, k, v, **given)
+
+
+def _drifting(*_device: object) -> Kernel:
+    """A kernel whose workspace is not zeroed between calls."""
+    workspace: dict[object, float] = {}
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
+        before = workspace.get(q.shape, 0.0)
+        workspace[q.shape] = before + 0.05
+        return _attend(q, k, v, **given) + before
+
+    return kernel
+
+
 def _liar(name: str, kernel: Kernel | None = None, **more: Any) -> Double:
     # Two dtypes tell as much as four, in half the time.
     return fake_backend(name, kernel, dtypes={torch.float32, torch.float16}, **more)
@@ -249,6 +368,18 @@ liars = SimpleNamespace(
     wrong_beside_blocks=_liar("wrong-beside-blocks", _off_by_blocks),
     returns_float32=_liar("returns-float32", _in_float32),
     remembers_masks=_liar("remembers-masks", hooks={"kernel": _remembering}),
+    takes_low_numbers_for_hidden=_liar("takes-low-numbers-for-hidden", _lying(_low_is_hidden)),
+    ignores_strides=_liar("ignores-strides", _without_strides),
+    remembers_outputs=_liar("remembers-outputs", hooks={"kernel": _remembering_outputs}),
+    remembers_keys=_liar("remembers-keys", hooks={"kernel": _remembering_keys}),
+    asks_for_lengths=_liar("asks-for-lengths", _asking_for_lengths),
+    reads_padding=_liar("reads-padding", _reading_padding),
+    fails_when_recomputed=_liar("fails-when-recomputed", _failing_when_recomputed),
+    saves_otherwise_when_recomputed=_liar("saves-otherwise-when-recomputed", _otherwise_when_recomputed),
+    keeps_inference_tensors=_liar("keeps-inference-tensors", hooks={"kernel": _keeping_ones}),
+    differentiates_leaves_only=_liar("differentiates-leaves-only", _for_leaves_only),
+    fails_behind_a_compiler=_liar("fails-behind-a-compiler", _behind_no_compiler),
+    drifts=_liar("drifts", hooks={"kernel": _drifting}),
     refuses_everything=_liar("refuses-everything", queries=()),
 )
 """One backend a fault; an entry point names one as `fuseboard.testing.doubles:liars.drops_the_mask`."""

@@ -6,9 +6,11 @@ import math
 
 import torch
 
+from fuseboard.context import bind_process
 from fuseboard.selftest import gradient_tolerance
 from fuseboard.testing.cases import Inputs, base_dim
-from fuseboard.testing.judge import Kit
+from fuseboard.testing.judge import Answer, Kit
+from fuseboard.testing.surroundings import recomputing
 
 __all__ = ["dropout_problem"]
 
@@ -19,9 +21,10 @@ DEVIATIONS = 6
 """Of the binomial distribution: one honest kernel in 500 million is that far off."""
 
 
-def dropout_problem(kit: Kit, dtype: torch.dtype) -> str | None:
+def dropout_problem(kit: Kit, dtype: torch.dtype, *, recomputed: bool = False) -> str | None:
     """What is wrong with the dropout of a backend that claims it; None for nothing, or where it refuses the call.
 
+    With `recomputed` the call is made under gradient checkpointing, so that its backward is that of the second forward.
     With queries of zero every weight is 1/n, and with values that are the unit matrix the output *is* the weights.
     """
     dim = base_dim(kit.backend.constraints.head_dims)
@@ -31,7 +34,14 @@ def dropout_problem(kit: Kit, dtype: torch.dtype) -> str | None:
     v = torch.eye(dim, device=kit.device, dtype=dtype).expand(BATCH, HEADS, dim, dim).clone()
     grad = kit.backend.constraints.backward
     v.requires_grad_(grad)
-    outcome = kit.try_call(Inputs(q, k, v, dropout_p=P), grad=grad)
+    with bind_process(kit.policy):
+        return _problem(kit, Inputs(q, k, v, dropout_p=P), recomputed=recomputed)
+
+
+def _problem(kit: Kit, inputs: Inputs, *, recomputed: bool) -> str | None:
+    v, dtype = inputs.v, inputs.q.dtype
+    dim, grad = v.shape[2], v.requires_grad
+    outcome = kit.try_call(inputs, grad=grad, via=_recomputing if recomputed else None)
     if not isinstance(outcome, torch.Tensor):
         return f"{dtype}: {outcome}" if outcome.failed else None
     weights = outcome.detach().double()
@@ -44,8 +54,15 @@ def dropout_problem(kit: Kit, dtype: torch.dtype) -> str | None:
         return f"{dtype}: it drops {share:.4f} of the weights, asked for {P}"
     if not grad:
         return None
-    seed = torch.randn(outcome.shape, generator=generator).to(kit.device, dtype)
+    seed = torch.randn(outcome.shape, generator=torch.Generator().manual_seed(12)).to(kit.device, dtype)
     (got,) = torch.autograd.grad(outcome, v, seed)
     want = (kept.double() * whole).transpose(-1, -2) @ seed.double()
     off, allowed = float((got.double() - want).abs().max()), gradient_tolerance(kit.backend.tolerance(dtype), want)
-    return None if off <= allowed else f"{dtype}: its backward drops other weights than its forward: off by {off:.2g}"
+    if off <= allowed:
+        return None
+    which = "recomputed forward" if recomputed else "backward"
+    return f"{dtype}: its {which} drops other weights than its forward: off by {off:.2g}"
+
+
+def _recomputing(inputs: Inputs) -> Answer:
+    return Answer(recomputing(inputs.q, inputs.k, inputs.v, inputs.arguments()))

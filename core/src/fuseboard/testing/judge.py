@@ -9,6 +9,7 @@ the declared tolerance, since they sum over rows.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,9 +30,9 @@ from fuseboard.policy import Policy, policy_for
 from fuseboard.registry import first_line
 from fuseboard.selftest import attention_fp64, definition, distance, gradient_tolerance, gradients, malformed
 from fuseboard.site import Site
-from fuseboard.testing.cases import Case, Inputs
+from fuseboard.testing.cases import HUGE, Case, Inputs, other_keys
 
-__all__ = ["SITE", "Kit", "Outcome", "Via"]
+__all__ = ["SITE", "Answer", "Kit", "Outcome", "Via", "attend", "leaves", "reference", "refusal"]
 
 SITE = Site("fuseboard.conformance")
 
@@ -66,12 +67,14 @@ class Outcome:
 
 
 @attrs.frozen
-class _Answer:
+class Answer:
+    """A kernel's output, and how it was given the mask."""
+
     out: Tensor
     form: Form = "plain"
 
 
-Via = Callable[[Inputs], _Answer]
+Via = Callable[[Inputs], Answer]
 
 
 @attrs.define(eq=False)
@@ -139,11 +142,25 @@ class Kit:
                 self.lost = str(case)
             return Outcome("raised", "", first_line(error))
 
-    def try_call(self, inputs: Inputs, *, grad: bool) -> Tensor | Outcome:
+    @contextlib.contextmanager
+    def unmarked(self) -> Iterator[None]:
+        """Forget afterwards which calls the backend broke at in the block, so that the next check is its own."""
+        registry = self.policy.registry
+        before = set(registry.broken)
+        try:
+            yield
+        finally:
+            with registry.lock:
+                for mark in set(registry.broken) - before:
+                    del registry.broken[mark]
+                for table in list(registry.tables):
+                    table.forget_routes()
+
+    def try_call(self, inputs: Inputs, *, grad: bool, via: Via | None = None) -> Tensor | Outcome:
         """Call the kernel on inputs that are no case: its output, or why there is none."""
         self.verdict()
         try:
-            answer = self._call(inputs, self.kernel, grad=grad)
+            answer = self._call(inputs, via or self.kernel, grad=grad)
         except Exception as error:
             if classify(error) is not Meaning.BROKEN:
                 raise
@@ -152,7 +169,7 @@ class Kit:
 
     # ---- the roads
 
-    def kernel(self, inputs: Inputs) -> _Answer:
+    def kernel(self, inputs: Inputs) -> Answer:
         """Call the kernel as a strict policy's chain would."""
         q, k, v = inputs.q, inputs.k, inputs.v
         call, sizes = describe(q, k, v, enable_gqa=True, **inputs.arguments())
@@ -160,45 +177,33 @@ class Kit:
         assert route.kernel is not None, "a strict policy's chain ends in a kernel or in an error"
         mask, info = in_form(route.form, route.structure, inputs.mask, inputs.info, q, k)
         given: dict[str, Any] = {"causal": inputs.causal, "scale": inputs.scale, "dropout_p": inputs.dropout_p}
-        return _Answer(route.kernel(q, k, v, mask=mask, mask_info=info, **given), route.form)
+        return Answer(route.kernel(q, k, v, mask=mask, mask_info=info, **given), route.form)
 
-    def attention(self, inputs: Inputs) -> _Answer:
+    def attention(self, inputs: Inputs) -> Answer:
         """Make the call that engines make, under the strict policy."""
         with bind(self.policy):
-            return _Answer(_attention(inputs.q, inputs.k, inputs.v, inputs.arguments()))
-
-    def compiled(self, inputs: Inputs) -> _Answer:
-        """Make it inside a function that torch.compile traces."""
-        torch._dynamo.reset()
-        with bind(self.policy):
-            traced = torch.compile(_attention, backend="eager")
-            return _Answer(traced(inputs.q, inputs.k, inputs.v, inputs.arguments()))
+            return Answer(attend(inputs.q, inputs.k, inputs.v, inputs.arguments()))
 
     # ---- the judgement
 
-    def _call(self, inputs: Inputs, via: Via, *, grad: bool) -> _Answer | Outcome:
+    def _call(self, inputs: Inputs, via: Via, *, grad: bool) -> Answer | Outcome:
         try:
             with torch.set_grad_enabled(grad):
                 answer = via(inputs)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # so that a launch's error is this case's
-        except DeclinedError as error:
-            return Outcome("refused", "declined", str(error))
-        except RefusedError as error:
-            first = error.refusals[0]
-            if first.rule == "broken":  # what `attention` makes of a kernel that raised
-                return Outcome("raised", "", first.actual)
-            return Outcome("refused", first.rule, str(first))
+        except (DeclinedError, RefusedError) as error:
+            return refusal(error)
         return answer
 
     def _judge(self, case: Case, inputs: Inputs, via: Via) -> Outcome:
         before = {name: _memory(each).clone() for name, each in inputs.tensors().items()}
-        exact = self._exact(inputs, case.grad)
+        exact = self.exact(inputs, case.grad)
         answer = self._call(inputs, via, grad=bool(case.grad))
         if isinstance(answer, Outcome):
             return answer
         out = answer.out
-        want = _reference(exact)
+        want = reference(exact)
         problem = self._changed(inputs, before) or _malformed(out, want, inputs.q)
         if problem is None:
             problem = self._misfit(inputs, exact, out, want, via)
@@ -206,9 +211,24 @@ class Kit:
             problem = self._gradients(case, inputs, exact, out, want) or self._changed(inputs, before)
         if problem is None and not (case.grad or case.note or case.crossed):
             problem = self._moves(inputs, out, want, via)
+        if problem is not None and problem.word == "wrong" and not problem.about and case.layout != "packed":
+            return self._of_the_layout(case, inputs, problem, want, via)
         return problem or Outcome("ok", form=answer.form)
 
-    def _exact(self, inputs: Inputs, grad: str) -> Inputs:
+    def _of_the_layout(self, case: Case, inputs: Inputs, problem: Outcome, want: Tensor, via: Via) -> Outcome:
+        """The same problem, laid to the inputs' layout if the call is right once they are contiguous."""
+        q, k, v = (
+            each.detach().clone(memory_format=torch.contiguous_format) for each in (inputs.q, inputs.k, inputs.v)
+        )
+        packed = attrs.evolve(inputs, q=q, k=k, v=v)
+        answer = self._call(packed, via, grad=False)
+        if isinstance(answer, Outcome) or _malformed(answer.out, want, q) is not None:
+            return problem
+        error = distance(answer.out, want)
+        right = error <= self.allowed(packed, want, error)
+        return attrs.evolve(problem, about=f"{case.layout} inputs") if right else problem
+
+    def exact(self, inputs: Inputs, grad: str) -> Inputs:
         """Copies in float64, on the device where it has that."""
         where = torch.device("cpu") if self.device.type == "mps" else self.device
 
@@ -220,12 +240,14 @@ class Kit:
             mask = mask.to(where, copy=True) if mask.dtype == torch.bool else copy(mask, "m")
         if info is not None and info.keys is not None:
             info = attrs.evolve(info, keys=info.keys.to(where, copy=True))
-        q, k, v = copy(inputs.q, "q"), copy(inputs.k, "k"), copy(inputs.v, "v")
+        q = copy(inputs.q, "q")
+        k = q if inputs.k is inputs.q else copy(inputs.k, "k")
+        v = q if inputs.v is inputs.q else copy(inputs.v, "v")
         return attrs.evolve(inputs, q=q, k=k, v=v, mask=mask, info=info)
 
     def _misfit(self, inputs: Inputs, exact: Inputs, out: Tensor, want: Tensor, via: Via) -> Outcome | None:
         error = distance(out, want)
-        allowed = self._allowed(inputs, want, error)
+        allowed = self.allowed(inputs, want, error)
         if error <= allowed:
             return None
         detail = f"its output is off by {error:.2g}, tolerance {allowed:.2g}"
@@ -235,7 +257,7 @@ class Kit:
         moved = self._moves(inputs, out, want, via)
         return moved if moved is not None and moved.word == "dropped argument" else Outcome("wrong", "", detail)
 
-    def _allowed(self, inputs: Inputs, want: Tensor, error: float) -> float:
+    def allowed(self, inputs: Inputs, want: Tensor, error: float) -> float:
         """The tolerance. How far off attention by its definition is, is only asked where the declared one is passed."""
         declared = self.backend.tolerance(inputs.q.dtype)
         if error <= declared:
@@ -251,7 +273,7 @@ class Kit:
     def _gradients(self, case: Case, inputs: Inputs, exact: Inputs, out: Tensor, want: Tensor) -> Outcome | None:
         if not out.requires_grad:
             return Outcome("lost gradient", "", "its output has no grad_fn")
-        named, right = _leaves(inputs, case.grad), _leaves(exact, case.grad)
+        named, right = leaves(inputs, case.grad), leaves(exact, case.grad)
         tolerance = self.backend.tolerance(case.dtype)
         usual: dict[str, float] = {}
         try:
@@ -276,7 +298,7 @@ class Kit:
     def _moves(self, inputs: Inputs, out: Tensor, want: Tensor, via: Via) -> Outcome | None:
         """Move one argument after the other: the output must move as the reference moves."""
         for name, moved in _moved(inputs):
-            target = _reference(self._exact(moved, ""))
+            target = reference(self.exact(moved, ""))
             shift = distance(target, want)
             if shift <= MOVED * self.backend.tolerance(inputs.q.dtype):
                 continue  # hides or changes nothing here
@@ -287,7 +309,7 @@ class Kit:
                 continue  # the moved call is another call, and may be refused
             problem = _malformed(answer.out, target, moved.q)
             error = distance(answer.out, target)
-            if problem is None and error <= self._allowed(moved, target, error):
+            if problem is None and error <= self.allowed(moved, target, error):
                 continue
             if distance(answer.out, out.detach().double()) <= shift / MOVED:
                 return Outcome("dropped argument", name, f"{name} was moved, and the output stayed where it was")
@@ -299,8 +321,19 @@ class Kit:
         return Outcome("changed inputs", " and ".join(changed), "the kernel wrote into them") if changed else None
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> Tensor:
+    """The call that engines make, under whatever is bound."""
     return attention(q, k, v, site=SITE, enable_gqa=q.shape[1] != k.shape[1], **arguments)
+
+
+def refusal(error: DeclinedError | RefusedError) -> Outcome:
+    """What became of a call that a strict policy refused."""
+    if isinstance(error, DeclinedError):
+        return Outcome("refused", "declined", str(error))
+    first = error.refusals[0]
+    if first.rule == "broken":  # what `attention` makes of a kernel that raised
+        return Outcome("raised", "", first.actual)
+    return Outcome("refused", first.rule, str(first))
 
 
 def _is_here(device: str) -> bool:
@@ -315,7 +348,8 @@ def _memory(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.detach().untyped_storage())
 
 
-def _reference(exact: Inputs) -> Tensor:
+def reference(exact: Inputs) -> Tensor:
+    """Attention in float64."""
     structure = {"mask_info": exact.info, "causal": exact.causal, "scale": exact.scale}
     return attention_fp64(exact.q, exact.k, exact.v, mask=exact.mask, **structure)  # type: ignore[arg-type]
 
@@ -336,7 +370,8 @@ def _malformed(out: Tensor, want: Tensor, q: Tensor) -> Outcome | None:
     return Outcome("wrong", "", problem)
 
 
-def _leaves(inputs: Inputs, grad: str) -> dict[str, Tensor]:
+def leaves(inputs: Inputs, grad: str) -> dict[str, Tensor]:
+    """The inputs that need a gradient, by the names that `attention` has for them."""
     named = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "m": inputs.mask}
     found = {letter: each for letter, each in named.items() if letter in grad and each is not None}
     return {"mask" if letter == "m" else letter: each for letter, each in found.items()}
@@ -344,8 +379,8 @@ def _leaves(inputs: Inputs, grad: str) -> dict[str, Tensor]:
 
 def _usual_gradient_errors(case: Case, device: torch.device, exact: Inputs) -> dict[str, float]:
     """How far attention by its definition, in the same dtype, is off in each gradient."""
-    fresh, again = case.inputs(device), _reference(exact)
-    found = gradients(_definition(fresh), again, _leaves(fresh, case.grad), _leaves(exact, case.grad))
+    fresh, again = case.inputs(device), reference(exact)
+    found = gradients(_definition(fresh), again, leaves(fresh, case.grad), leaves(exact, case.grad))
     return {name: 0.0 if mine is None else distance(mine, theirs) for name, mine, theirs in found}
 
 
@@ -365,7 +400,7 @@ def _moved(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
         if info.causal:
             yield "mask_info.causal", attrs.evolve(still, info=attrs.evolve(info, causal=False))
         if info.keys is not None:
-            yield "mask_info.keys", attrs.evolve(still, info=attrs.evolve(info, keys=_other_keys(info)))
+            yield "mask_info.keys", attrs.evolve(still, info=attrs.evolve(info, keys=other_keys(info)))
     if info is None and mask is not None:
         other = ~mask if mask.dtype == torch.bool else mask.flip(-1)
         if all(stride or size < 2 for stride, size in zip(mask.stride(), mask.shape, strict=True)):  # noqa: PLR2004
@@ -374,25 +409,21 @@ def _moved(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
         yield "mask", attrs.evolve(still, mask=other)
 
 
-def _other_keys(info: MaskInfo) -> Tensor:
-    """Other real keys with padding at the same end: the first rows get the last ones' and the other way round."""
-    assert info.keys is not None
-    if info.padding is None:
-        return ~info.keys
-    return info.keys.flip(0)
-
-
 def _misreadings(exact: Inputs) -> Iterator[tuple[str, Tensor]]:
     """What kernels give that read an argument in another way, with the words for it."""
     info, mask = exact.info, exact.mask
     if info is not None and info.causal:
         top_left = attrs.evolve(exact, info=attrs.evolve(info, causal=False), causal=True, mask=None)
-        yield "top-left for bottom-right", _reference(top_left)
+        yield "top-left for bottom-right", reference(top_left)
     if exact.causal:
-        yield "bottom-right for top-left", _reference(attrs.evolve(exact, info=MaskInfo(causal=True), causal=False))
+        yield "bottom-right for top-left", reference(attrs.evolve(exact, info=MaskInfo(causal=True), causal=False))
+    if mask is not None and mask.dtype != torch.bool:
+        low = (mask <= HUGE / 2) & (mask > -torch.inf)
+        if bool(low.any()):
+            yield "low numbers for -inf", reference(attrs.evolve(exact, mask=mask.masked_fill(low, -torch.inf)))
     groups = exact.q.shape[1] // max(exact.k.shape[1], 1)
     if groups > 1:
         k, v = exact.k.repeat(1, groups, 1, 1), exact.v.repeat(1, groups, 1, 1)
-        yield "key heads tiled, not repeated", _reference(attrs.evolve(exact, k=k, v=v))
+        yield "key heads tiled, not repeated", reference(attrs.evolve(exact, k=k, v=v))
     if mask is not None and mask.dim() == 3 and mask.shape[0] == exact.q.shape[0]:  # noqa: PLR2004
-        yield "rank 3 per row, not per head", _reference(attrs.evolve(exact, mask=mask[:, None]))
+        yield "rank 3 per row, not per head", reference(attrs.evolve(exact, mask=mask[:, None]))

@@ -9,7 +9,7 @@ from typing import TypedDict
 
 import torch
 
-__all__ = ["Record", "check_markers", "render", "write"]
+__all__ = ["Checked", "Record", "check_markers", "render", "write"]
 
 COLUMNS = (("forward", False, False), ("GQA", True, False), ("backward", False, True), ("GQA backward", True, True))
 LEGEND = (
@@ -32,7 +32,15 @@ class Record(TypedDict):
     form: str
 
 
-def render(name: str, version: str, device: str, records: list[Record]) -> str:
+class Checked(TypedDict):
+    """What became of one call that was made otherwise."""
+
+    backend: str
+    check: str
+    word: str
+
+
+def render(name: str, version: str, device: str, records: list[Record], checked: list[Checked] | tuple[()] = ()) -> str:
     """The matrix of one backend; the same records give the same text."""
     where = torch.cuda.get_device_name(torch.device(device)) if device.startswith("cuda") else device
     words = Counter(each["word"] for each in records)
@@ -45,7 +53,21 @@ def render(name: str, version: str, device: str, records: list[Record]) -> str:
         tables.setdefault("\n".join(_table(of_dtype)), []).append(dtype)
     for table, dtypes in tables.items():
         lines += ["", f"| {', '.join(dtypes)} | {' | '.join(title for title, _, _ in COLUMNS)} |", table]
+    if checked:
+        lines += ["", *_otherwise(checked)]
     return "\n".join([*lines, "", LEGEND])
+
+
+def _otherwise(checked: list[Checked] | tuple[()]) -> Iterable[str]:
+    """The same calls made otherwise, a line for each way: how many were as right as the plain call."""
+    for label in dict.fromkeys(each["check"] for each in checked):
+        words = Counter(each["word"] for each in checked if each["check"] == label)
+        right, refused = words["ok"], words["refused"]
+        failed = sum(words.values()) - right - refused
+        word = "FAILS" if failed else "yes" if right else "no"
+        counts = [f"{right} case{'s' * (right != 1)}"] * bool(right) + [f"{refused} refused"] * bool(refused)
+        counts += [f"{failed} failed"] * bool(failed)
+        yield f"* {label}: {word} ({', '.join(counts)})"
 
 
 def _table(records: list[Record]) -> Iterable[str]:

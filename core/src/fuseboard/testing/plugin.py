@@ -8,7 +8,8 @@
 | `--fuseboard-xfails FILE` | known failures; default `conformance-xfails.txt` in the root directory, if there is one |
 
 With no path given, the kit replaces `testpaths`: run your own tests in a second command. The file of known failures
-has a line for each: `backend/case link`. A line whose case passes is an error, so that the list shrinks.
+has a line for each: `backend/case link`, or `backend/check:case link` for a call that fails only when it is made
+otherwise. A line whose case passes is an error, so that the list shrinks.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ import pytest
 if TYPE_CHECKING:
     from fuseboard.testing.cases import Case
     from fuseboard.testing.judge import Kit, Outcome
-    from fuseboard.testing.matrix import Record
+    from fuseboard.testing.matrix import Checked, Record
 
 SUITE = "fuseboard.testing.suite"
 LEDGER = "conformance-xfails.txt"
 PROPERTY = "fuseboard"
+CHECKED = "fuseboard-checked"
 
 
 class Session:
@@ -37,6 +39,7 @@ class Session:
         cases: Each one's cases, by its name.
         ledger: The file of known failures.
         records: What became of which case.
+        checked: What became of which call that was made otherwise.
     """
 
     def __init__(self, kits: list[Kit], cases: dict[str, list[Case]], ledger: Path, known: Mapping[str, str]) -> None:
@@ -44,9 +47,10 @@ class Session:
         self.cases = cases
         self.ledger = ledger
         self.records: list[Record] = []
+        self.checked: list[Checked] = []
         self._known = known
 
-    def known(self, kit: Kit, case: Case) -> str | None:
+    def known(self, kit: Kit, case: Case | str) -> str | None:
         """The link of a known failure."""
         return self._known.get(f"{kit.backend.name}/{case}")
 
@@ -62,6 +66,7 @@ class Session:
         """Collect the records, from wherever the tests run."""
         if report.when == "call":
             self.records += [value for name, value in report.user_properties if name == PROPERTY]  # type: ignore[misc]
+            self.checked += [value for name, value in report.user_properties if name == CHECKED]  # type: ignore[misc]
 
 
 KITS: pytest.StashKey[Session] = pytest.StashKey()
@@ -91,11 +96,14 @@ def pytest_configure(config: pytest.Config) -> None:
     from fuseboard.testing import matrix  # noqa: PLC0415
     from fuseboard.testing.cases import cases  # noqa: PLC0415
     from fuseboard.testing.judge import Kit  # noqa: PLC0415
+    from fuseboard.testing.surroundings import checks  # noqa: PLC0415
 
     try:
         kits = [Kit.open(name, config.getoption("--fuseboard-device")) for name in dict.fromkeys(names)]
         made = {kit.backend.name: cases(kit.backend.constraints, kit.device) for kit in kits}
-        ledger, known = _ledger(config, {f"{name}/{case}" for name, each in made.items() for case in each})
+        names_of_cases = {f"{name}/{case}" for name, each in made.items() for case in each}
+        names_of_cases |= {f"{kit.backend.name}/{check.name}:{case}" for kit in kits for check, case in checks(kit)}
+        ledger, known = _ledger(config, names_of_cases)
         if config.getoption("--fuseboard-matrix"):
             matrix.check_markers(Path(config.getoption("--fuseboard-matrix")), list(made))
     except (OSError, PolicyError, ValueError) as error:
@@ -115,7 +123,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     for kit in session.kits:
         name = kit.backend.name
         records = [each for each in session.records if each["backend"] == name]
-        text = matrix.render(name, kit.backend.version, str(kit.device), records)
+        checked = [each for each in session.checked if each["backend"] == name]
+        text = matrix.render(name, kit.backend.version, str(kit.device), records, checked)
         terminalreporter.section(f"fuseboard: {name}")
         terminalreporter.write_line(text)
         path = config.getoption("--fuseboard-matrix")

@@ -13,17 +13,19 @@ import torch
 from fuseboard.testing.cases import Case
 from fuseboard.testing.dropout import dropout_problem
 from fuseboard.testing.judge import Kit, Outcome, Via
-from fuseboard.testing.plugin import KITS, PROPERTY, Session
-
-COMPILED = ("float", "causal", "bool", "bottom-right", "grad.qkv", "kv2")
-"""Compiled cases: the first whose name has each of these. torch.compile takes half a second for each."""
+from fuseboard.testing.plugin import CHECKED, KITS, PROPERTY, Session
+from fuseboard.testing.surroundings import UNASKED, Check, checks, judge
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Give each test its backends and cases."""
     session = metafunc.config.stash[KITS]
-    if "case" in metafunc.fixturenames:
-        chosen = {"test_attention": _some, "test_compiled": _compiled}.get(metafunc.function.__name__, _all)
+    if "check" in metafunc.fixturenames:
+        triples = [(kit, check, case) for kit in session.kits for check, case in checks(kit)]
+        ids = [f"{kit.backend.name}/{check.name}:{case}" for kit, check, case in triples]
+        metafunc.parametrize(("kit", "check", "case"), triples, ids=ids)
+    elif "case" in metafunc.fixturenames:
+        chosen = {"test_attention": _some}.get(metafunc.function.__name__, _all)
         pairs = [(kit, case) for kit in session.kits for case in chosen(session.cases[kit.backend.name])]
         ids = [f"{kit.backend.name}/{case}" for kit, case in pairs]
         metafunc.parametrize(("kit", "case"), pairs, ids=ids)
@@ -35,18 +37,13 @@ def _some(cases: list[Case]) -> list[Case]:
     return [case for case in cases if not case.note][:: max(1, len(cases) // 120)]
 
 
-def _compiled(cases: list[Case]) -> list[Case]:
-    found = [next((case for case in cases if word in str(case)), None) for word in COMPILED]
-    return list(dict.fromkeys(case for case in found if case is not None))
-
-
 def _all(cases: list[Case]) -> list[Case]:
     return cases
 
 
-def _judge(kit: Kit, case: Case, via: Via | None = None) -> Outcome:
+def _judge(kit: Kit, case: Case, via: Via | None = None, check: Check | None = None) -> Outcome:
     try:
-        return kit.judge(case, via)
+        return kit.judge(case, via) if check is None else judge(kit, check, case)
     except torch.OutOfMemoryError as error:
         pytest.skip(f"not enough memory for this case: {error}")
 
@@ -82,12 +79,6 @@ def test_attention(kit: Kit, case: Case, request: pytest.FixtureRequest) -> None
     _conclude(request.config.stash[KITS], kit, case, _judge(kit, case, kit.attention))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch.compile looks at it where it breaks a graph
-def test_compiled(kit: Kit, case: Case, request: pytest.FixtureRequest) -> None:
-    """So does a function that torch.compile has traced."""
-    _conclude(request.config.stash[KITS], kit, case, _judge(kit, case, kit.compiled))
-
-
 def test_two_threads(kit: Kit, request: pytest.FixtureRequest) -> None:
     """Two threads at once get each its own right answer."""
     session = request.config.stash[KITS]
@@ -108,7 +99,33 @@ def test_dropout(kit: Kit) -> None:
     assert not any(problems), "; ".join(filter(None, problems))
 
 
-def _conclude(session: Session, kit: Kit, case: Case, outcome: Outcome) -> None:
+def test_dropout_recomputed(kit: Kit) -> None:
+    """A recomputed forward drops what the first one did: its generator was put back."""
+    limits = kit.backend.constraints
+    if not (limits.dropout and limits.backward):
+        pytest.skip(f"{kit.backend.name} claims no {'backward' if limits.dropout else 'dropout'}")
+    problems = [dropout_problem(kit, dtype, recomputed=True) for dtype in sorted(limits.dtypes, key=str)]
+    assert not any(problems), "; ".join(filter(None, problems))
+
+
+def test_surroundings(kit: Kit, check: Check, case: Case, request: pytest.FixtureRequest) -> None:
+    """The same call captured, recomputed, compiled, under autocast, its inputs overwritten, gives the same numbers."""
+    lacks = check.lacks(kit)
+    if lacks is not None:
+        pytest.skip(lacks)
+    outcome = _judge(kit, case, check=check)
+    if outcome.about == UNASKED:
+        pytest.skip(outcome.detail)
+    session = request.config.stash[KITS]
+    record = {"backend": kit.backend.name, "check": check.label, "word": outcome.word}
+    request.node.user_properties.append((CHECKED, record))
+    link = session.known(kit, case)
+    if outcome.failed and link is not None:
+        pytest.xfail(f"known, {link}: {outcome}")
+    _conclude(session, kit, f"{check.name}:{case}", outcome)
+
+
+def _conclude(session: Session, kit: Kit, case: Case | str, outcome: Outcome) -> None:
     link = session.known(kit, case)
     if outcome.failed:
         if link is not None:

@@ -1,0 +1,207 @@
+"""The checks that make a call otherwise: each catches its liar, for its own reason, and nobody else."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from pathlib import Path
+
+import attrs
+import pytest
+import torch
+
+import fuseboard as fb
+from fuseboard.testing import doubles, matrix
+from fuseboard.testing.cases import Case, cases, few
+from fuseboard.testing.dropout import dropout_problem
+from fuseboard.testing.judge import Kit
+from fuseboard.testing.surroundings import CHECKS, captured, judge
+
+spec = importlib.util.spec_from_file_location("fuseboard_tests_tape", Path(__file__).with_name("tape.py"))
+assert spec is not None
+assert spec.loader is not None
+tape = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(tape)
+Tape = tape.Tape
+
+REASONS = {
+    "drifts": ("repeated", "wrong", "repeated"),
+    "remembers_outputs": ("overwritten", "dropped argument", "q and k and v"),
+    "remembers_keys": ("overwritten", "dropped argument", "mask_info.keys"),
+    "keeps_inference_tensors": ("inferred", "raised", "after inference mode"),
+    "differentiates_leaves_only": ("autocast", "raised", "autocast"),
+    "fails_when_recomputed": ("recomputed", "raised", "recomputed"),
+    "saves_otherwise_when_recomputed": ("recomputed", "raised", "recomputed"),
+    "fails_behind_a_compiler": ("compiled", "raised", "torch.compile"),
+    "reads_padding": ("unread", "wrong", "padding read"),
+}
+
+
+def outcomes(double, check):
+    with doubles.registered(double):
+        kit = Kit.open(double.name, "cpu")
+        return [judge(kit, check, case) for case in check.cases(kit)]
+
+
+@pytest.mark.parametrize("liar", REASONS)
+def test_each_liar_is_caught_for_its_own_reason(liar):
+    name, word, about = REASONS[liar]
+    failed = [each for each in outcomes(getattr(doubles.liars, liar), CHECKS[name]) if each.failed]
+    assert failed
+    ((commonest, _),) = Counter((each.word, each.about) for each in failed).most_common(1)
+    assert commonest == (word, about), failed[0]
+
+
+@pytest.mark.parametrize("liar", sorted(REASONS.keys() - {"drifts", "remembers_outputs"}))
+def test_such_a_liar_is_right_when_its_calls_are_made_plainly(liar):
+    with doubles.registered(getattr(doubles.liars, liar)):
+        kit = Kit.open(getattr(doubles.liars, liar).name, "cpu")
+        assert [str(case) for case in few(kit.backend.constraints) if kit.judge(case, kit.attention).failed] == []
+
+
+@pytest.mark.parametrize("name", [name for name, check in CHECKS.items() if name not in ("captured", "elsewhere")])
+def test_the_reference_as_a_backend_passes(name):
+    words = Counter(str(each) for each in outcomes(doubles.loopback, CHECKS[name]))
+    assert set(words) == {"ok"}
+
+
+# ---- captured, on a tape where there is no CUDA
+
+
+def on_tape(double, wants=lambda _case: True):
+    with doubles.registered(double):
+        kit = Kit.open(double.name, "cpu")
+        chosen = [case for case in few(kit.backend.constraints) if wants(case)]
+        return [judge(kit, attrs.evolve(CHECKS["captured"], run=lambda kit, case: captured(kit, case, Tape)), case)
+                for case in chosen]  # fmt: skip
+
+
+def test_the_reference_can_be_captured_forward_and_backward():
+    assert {str(each) for each in on_tape(doubles.loopback)} == {"ok"}
+
+
+def test_a_kernel_that_waits_for_the_device_cannot_be_captured():
+    found = on_tape(doubles.liars.asks_for_lengths, lambda case: "right-keys" in str(case))
+    assert {(each.word, each.about) for each in found} == {("raised", "captured")}
+    assert "operation not permitted when stream is capturing" in found[0].detail
+
+
+def test_a_replay_that_keeps_old_lengths_names_the_keys():
+    found = on_tape(doubles.liars.remembers_keys, lambda case: "right-keys" in str(case) and not case.grad)
+    assert {(each.word, each.about) for each in found} == {("dropped argument", "mask_info.keys")}
+
+
+def test_a_kernel_that_declines_captures_is_refused_and_answers_again_afterwards():
+    def kernel(q, k, v, **given):
+        if Tape.capturing is not None:
+            msg = "it waits for the device, which a capture forbids"
+            raise fb.DeclinedError(msg)
+        return doubles.loopback.kernel()(q, k, v, **given)
+
+    found = on_tape(doubles.fake_backend("declining", kernel, dtypes={torch.float32}))
+    assert {(each.word, each.about) for each in found} == {("refused", "declined")}
+    assert found[0].detail == "declined: it waits for the device, which a capture forbids"
+
+
+def test_a_failed_capture_that_costs_the_device_ends_the_kit():
+    broken = []
+
+    def kernel(q, k, v, **given):
+        if Tape.capturing is not None:
+            broken.append(1)
+        if broken:
+            msg = "the context is gone"
+            raise RuntimeError(msg)
+        return doubles.loopback.kernel()(q, k, v, **given)
+
+    first, *others = on_tape(doubles.fake_backend("poisoning", kernel, dtypes={torch.float32}))
+    assert "after a capture that failed, the same call" in str(first)
+    assert {(each.word, each.about) for each in others} == {("raised", "device lost")}
+
+
+def test_off_cuda_a_capture_is_skipped_with_its_reason():
+    with doubles.registered(doubles.loopback):
+        kit = Kit.open("loopback", "cpu")
+        assert CHECKS["captured"].lacks(kit) == "cpu has no CUDA graphs"
+        assert CHECKS["elsewhere"].lacks(kit) == "cpu has no current device"
+
+
+@pytest.mark.gpu
+def test_on_cuda_the_reference_is_captured_and_follows_its_inputs():
+    with doubles.registered(doubles.loopback):
+        kit = Kit.open("loopback", "cuda:0")
+        words = {str(judge(kit, CHECKS["captured"], case)) for case in few(kit.backend.constraints)}
+    assert words == {"ok"}
+
+
+@pytest.mark.gpu
+def test_on_cuda_a_kernel_that_waits_is_caught_and_the_device_lives_on():
+    with doubles.registered(doubles.liars.asks_for_lengths):
+        kit = Kit.open("asks-for-lengths", "cuda:0")
+        chosen = [case for case in few(kit.backend.constraints) if "right-keys" in str(case)]
+        found = [judge(kit, CHECKS["captured"], case) for case in chosen]
+        assert {(each.word, each.about) for each in found} == {("raised", "captured")}
+        assert not kit.lost
+        assert kit.judge(chosen[0]).word == "ok"
+
+
+# ---- what the checks leave behind, and what is written of them
+
+
+def test_a_call_that_broke_in_one_check_is_tried_again_in_the_next():
+    with doubles.registered(doubles.liars.fails_when_recomputed):
+        kit = Kit.open("fails-when-recomputed", "cpu")
+        (case,) = [case for case in few(kit.backend.constraints) if str(case) == "float32-33x65-d32-grad.qkv"]
+        assert judge(kit, CHECKS["recomputed"], case).failed
+        assert str(judge(kit, CHECKS["repeated"], case)) == "ok"
+        assert kit.policy.registry.broken == {}
+
+
+def test_the_calls_of_the_checks_are_cases_too():
+    made = {str(case) for case in cases(doubles.EVERYTHING, torch.device("cpu"))}
+    assert {str(case) for case in few(doubles.EVERYTHING)} <= made
+
+
+def test_other_values_come_in_the_same_shapes():
+    case = Case(torch.float32, 5, 7, 8, 8, structure=("left", False, None))
+    one, other = case.inputs(torch.device("cpu")), case.inputs(torch.device("cpu"), 1)
+    assert one.q.shape == other.q.shape
+    assert not torch.equal(one.q, other.q)
+    assert one.info is not None
+    assert other.info is not None
+    assert not torch.equal(one.info.keys, other.info.keys)
+
+
+def test_the_matrix_has_a_line_for_each_way():
+    records = [{"backend": "b", "check": "CUDA graph", "word": word} for word in ("ok", "ok", "refused")]
+    records += [{"backend": "b", "check": "checkpoint", "word": "raised"}]
+    records += [{"backend": "b", "check": "autocast", "word": "refused"}]
+    text = matrix.render("b", "1", "cpu", [], records)
+    assert "\n* CUDA graph: yes (2 cases, 1 refused)\n" in text
+    assert "\n* checkpoint: FAILS (1 failed)\n" in text
+    assert "\n* autocast: no (1 refused)\n" in text
+
+
+# ---- dropout
+
+
+def dropping(generator):
+    def kernel(q, k, v, *, scale, dropout_p, **given):
+        weights = (q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)).softmax(-1)
+        keep = (torch.rand(weights.shape, generator=generator) >= dropout_p).to(weights.dtype) / (1 - dropout_p)
+        return (weights * keep) @ v
+
+    limits = {"dropout": True, "masks": (), "structures": (), "causal": (), "gqa": False, "mask_grad": False}
+    return doubles.fake_backend("dropping", kernel, dtypes={torch.float32}, **limits)
+
+
+@pytest.mark.parametrize(
+    ("generator", "problem"),
+    [(None, "None"), (torch.Generator().manual_seed(3), "its recomputed forward drops other weights than its forward")],
+)
+def test_a_recomputed_forward_must_drop_what_the_first_one_did(generator, problem):
+    with torch.random.fork_rng(devices=[]), doubles.registered(dropping(generator)):
+        torch.manual_seed(5)
+        kit = Kit.open("dropping", "cpu")
+        assert dropout_problem(kit, torch.float32) is None
+        assert problem in str(dropout_problem(kit, torch.float32, recomputed=True))
