@@ -7,7 +7,7 @@ import torch
 from fakes import CPU, Fake, entry, entry_of, hooks_of, in_threads, plugin, qkv, registered, right
 
 import fuseboard as fb
-from fuseboard import probe
+from fuseboard import machine, probe, verdicts
 from fuseboard.probe import precheck, verdict
 from fuseboard.registry import Entry, Registry
 from fuseboard.settings import Settings
@@ -21,6 +21,13 @@ def judged(name="x", device=CPU, timeout=300.0, entry=None, **hooks):
 
 def raise_(error):
     raise error
+
+
+def wrong(q, k, v, **given):
+    return right(q, k, v, **given) * torch.nan
+
+
+PLAIN = {"mask": None, "mask_info": None, "causal": False, "scale": None, "dropout_p": 0.0}
 
 
 def test_a_good_backend_gets_its_kernel():
@@ -226,6 +233,54 @@ def test_a_backend_that_is_refused_by_its_limits_is_never_imported(site):
         fb.attention(*qkv(heads=4, kv_heads=2), site=site, enable_gqa=True)
 
 
+# ---- FUSEBOARD_PROBE=child; with real children in test_child
+
+
+@pytest.fixture
+def on_disk(tmp_path):
+    """Keep a verdict on an installed backend, and make a registry that asks children and finds it."""
+
+    def keep(name, *, ok, reason="", stage=""):
+        key = verdicts.key(name, "fuseboard-sdpa", "cpu", machine.facts([CPU]))
+        verdicts.write(tmp_path, key, {
+            "requires": {}, "limit": 300.0, "ok": ok, "reason": reason, "stage": stage, "seconds": 52.0, "detail": [],
+        })  # fmt: skip
+        return Registry(config=Settings(probe="child", cache=str(tmp_path)))
+
+    return keep
+
+
+def test_a_childs_no_is_taken_with_its_reason_and_the_kernel_never_loaded(on_disk):
+    reason = "crashed (SIGSEGV, segmentation fault) during its self-test"
+    made = on_disk("sdpa-cpu", ok=False, reason=reason, stage="crash")
+    found = verdict(made, made.resolve("sdpa-cpu"), CPU)
+
+    assert (found.ok, found.reason, found.stage, found.kernel) == (False, reason, "crash", None)
+    assert found.installed
+
+
+def test_after_a_childs_yes_the_kernel_is_loaded_and_not_tested_again(on_disk, monkeypatch):
+    monkeypatch.setattr(probe.selftest, "run", lambda *_: pytest.fail("tested again"))
+    made = on_disk("sdpa-cpu", ok=True)
+    found = verdict(made, made.resolve("sdpa-cpu"), CPU)
+
+    assert (found.ok, found.reason, found.stage) == (True, "", "")
+    assert right(*qkv(), **PLAIN).allclose(found.kernel(*qkv(), **PLAIN))
+
+
+@pytest.mark.parametrize(("name", "distribution"), [("x", "acme-kernels"), ("sdpa-cpu", "acme-kernels")])
+def test_a_backend_that_a_child_could_not_find_is_probed_here(name, distribution, tmp_path):
+    """Given to the registry by hand: no child would find it, or one would find another of that name."""
+    loaded = []
+    hooks = hooks_of(right) | {"kernel": lambda: loaded.append(threading.current_thread().name) or Fake(wrong)}
+    made = Registry([entry_of(name, distribution, **hooks)], Settings(probe="child", cache=str(tmp_path / "cache")))
+    found = verdict(made, made.resolve(name), CPU)
+
+    assert (found.ok, found.stage) == (False, "self-test")
+    assert loaded == [f"fuseboard-probe-{name}"]
+    assert not (tmp_path / "cache").exists()
+
+
 def test_the_callers_modes_do_not_reach_the_probe(site):
     def modes():
         seen.append((torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
@@ -297,7 +352,7 @@ started, calls = threading.Event(), []
 
 def kernel(q, k, v, *, mask, mask_info, causal, scale, dropout_p):
     calls.append(1)
-    for _ in range(2000):
+    for _ in range(500):
         out = SDPA(q, k, v)
     return out
 

@@ -13,6 +13,7 @@ def test_an_empty_environment_gives_the_defaults():
 
     assert read == settings.Settings()
     assert (read.disable, read.debug_masks, read.test_count, read.probe_timeout) == (frozenset(), False, False, 300.0)
+    assert (read.probe, read.cache) == ("here", "")
 
 
 def test_words_are_trimmed_and_their_case_ignored():
@@ -28,6 +29,21 @@ def test_words_are_trimmed_and_their_case_ignored():
 def test_the_time_limit_of_a_probe_is_read_as_seconds():
     assert settings.read({"FUSEBOARD_PROBE_TIMEOUT": " 2.5 "}).probe_timeout == 2.5
     assert settings.read({"FUSEBOARD_PROBE_TIMEOUT": ""}).probe_timeout == 300.0
+
+
+def test_where_a_kernel_is_tested_is_read_as_a_word():
+    assert settings.read({"FUSEBOARD_PROBE": " Child "}).probe == "child"
+    assert settings.read({"FUSEBOARD_PROBE": ""}).probe == "here"
+    for make in (lambda: settings.read({"FUSEBOARD_PROBE": "fork"}), lambda: settings.Settings(probe="fork")):
+        with pytest.raises(SettingsError) as caught:
+            make()
+        assert str(caught.value) == "FUSEBOARD_PROBE='fork': expected here or child."
+
+
+def test_where_verdicts_are_kept_is_a_folder_or_off():
+    assert settings.read({"FUSEBOARD_CACHE": " /var/cache/Fuse "}).cache == "/var/cache/Fuse"
+    assert settings.read({"FUSEBOARD_CACHE": "OFF"}).cache == "off"
+    assert settings.read({"FUSEBOARD_CACHE": " "}).cache == ""
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon"])
@@ -68,5 +84,5 @@ def test_a_wrong_setting_stops_the_first_use_and_not_the_import(python):
 
 
 def test_every_setting_stands_in_the_modules_table():
-    for name in ("DISABLE", "DEBUG", "TEST", "PROBE_TIMEOUT"):
+    for name in ("DISABLE", "DEBUG", "TEST", "PROBE", "PROBE_TIMEOUT", "CACHE"):
         assert f"`FUSEBOARD_{name}`" in settings.__doc__

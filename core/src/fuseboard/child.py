@@ -51,6 +51,7 @@ LINES, LINE = 20, 300
 _POLL = 0.05
 _GRACE = 0.5  # for the child to say where it hangs, when its time is over
 _TAIL = 1 << 16
+_NOT_ASKED = "could not be asked in a process of its own"
 
 # -c puts the current folder first on the path, where a json.py would be found; then the path becomes the parent's.
 _BOOT = (
@@ -219,9 +220,8 @@ def _named(entry: Entry) -> dict[str, str]:
 def _passes_soon(answer: Answer) -> bool:
     """Whether a no is about the moment rather than the machine: a device that is full or taken by others."""
     text = answer.reason.lower()
-    return not answer.ok and any(
-        each in text for each in ("out of memory", "outofmemory", "busy or unavailable", "keyboardinterrupt")
-    )
+    passing = ("out of memory", "outofmemory", "busy or unavailable", "keyboardinterrupt", _NOT_ASKED)
+    return not answer.ok and any(each in text for each in passing)
 
 
 # ---- one child
@@ -250,17 +250,16 @@ def _ask(
     try:
         folder = Path(tempfile.mkdtemp(prefix="fuseboard-child-"))
     except OSError as error:
-        return _End(None, f"could not be asked: {first_line(error)}", "crash", 0.0, ())
+        return _End(None, f"{_NOT_ASKED}: {first_line(error)}", "crash", 0.0, ())
     try:
         asked = {
-            **question, "limit": limit, "start": start, "path": [os.path.abspath(each) for each in sys.path],  # noqa: PTH100 - as text
-            "answers": str(folder / "answers"),
+            **question, "limit": limit, "start": start, "path": _path(), "answers": str(folder / "answers"),
         }  # fmt: skip
         try:
             (folder / "question").write_text(json.dumps(asked), encoding="utf-8")
             child = _Child(folder / "question")
         except OSError as error:
-            return _End(None, f"could not be asked: {first_line(error)}", "crash", time.monotonic() - begun, ())
+            return _End(None, f"{_NOT_ASKED}: {first_line(error)}", "crash", time.monotonic() - begun, ())
         try:
             answer, failure, kind = _listen(child, folder / "answers", limit, start, heard)
         finally:
@@ -294,13 +293,22 @@ def _listen(
             return None, f"did not end within {allowed:g} s during {STAGES[stage]}", "time limit"
 
 
+def _path() -> list[str]:
+    """The path, told apart from the current folder. What is no file is a name for an import hook."""
+    return [str(Path(each or ".").absolute()) if Path(each or ".").exists() else each for each in sys.path]
+
+
 def _lines(answers: Path) -> list[dict[str, Any]]:
     """The lines that the child has written to the end: it may be killed in the middle of one."""
     try:
         text = answers.read_bytes()
     except OSError:
         return []
-    return [json.loads(line) for line in text.split(b"\n")[:-1]]
+    found = []
+    for line in text.split(b"\n")[:-1]:
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return found
 
 
 _SIGNALS = {
@@ -364,9 +372,13 @@ class _Child:
         else:
             with contextlib.suppress(OSError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            for pid in _marked(self._mark):  # those that left for a session of their own
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
+            for _ in range(_SWEEPS):  # those that left for a session of their own, and what they start meanwhile
+                left = list(_marked(self._mark))
+                for pid in left:
+                    with contextlib.suppress(OSError):
+                        os.kill(pid, signal.SIGKILL)
+                if not left:
+                    break
         self._process.wait()
         self._reader.join(1.0)
 
@@ -385,6 +397,7 @@ class _Child:
 
 
 _MARK = "_FUSEBOARD_CHILD"
+_SWEEPS = 5
 
 
 def _marked(mark: str) -> Iterator[int]:

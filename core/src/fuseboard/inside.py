@@ -95,7 +95,7 @@ def _probe(asked: Mapping[str, Any], say: Say) -> dict[str, Any]:
         device = torch.device(asked["device"])
         if device.type in backend.constraints.devices and device not in machine.devices():
             return _no(f"there is no {device} here: torch sees {', '.join(map(str, machine.devices()))}", "device")
-        found = probe.examine(backend, device, on_stage=reached)
+        found = probe.examine(backend, device, reached)
     except SystemExit as error:
         return _no(f"its {stage} called sys.exit({error.code!r})", stage)
     except BaseException as error:  # noqa: BLE001 - there is nobody else to tell

@@ -109,9 +109,7 @@ def verdict(registry: Registry, backend: Backend, device: torch.device) -> Verdi
         return answer
 
 
-def examine(
-    backend: Backend, device: torch.device, *, on_stage: Callable[[str], None] = lambda _stage: None
-) -> Verdict:
+def examine(backend: Backend, device: torch.device, on_stage: Callable[[str], None]) -> Verdict:
     """Whether `backend` can run on `device`, asked here and now, on the calling thread and without a time limit.
 
     What a child process does: an exception that is no `Exception` is the caller's.

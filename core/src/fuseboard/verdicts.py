@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import logging
 import os
@@ -82,9 +83,11 @@ def key(name: str, distribution: str, device: str, machine: Mapping[str, Any]) -
         "device": device,
         "device name": here.get("name"),
         "capability": here.get("capability"),
-        "fuseboard": [fuseboard.__version__, _stamp("fuseboard", whole=True)],
+        "fuseboard": [fuseboard.__version__, _hash(list(_seen(_own(), whole=True)))],
         "plugin": [distribution, _version(distribution), _stamp(distribution, whole=True)],
-        **{name: machine.get(name) for name in ("torch", "cuda", "hip", "cudnn", "driver")},
+        **{fact: machine.get(fact) for fact in ("torch", "cuda", "hip", "driver")},
+        # A process that uses the CPU alone does not load cuDNN to ask for its version.
+        "cudnn": machine.get("cudnn") if device.startswith("cuda") else None,
         "python": sys.version,
         "prefix": sys.prefix,
         "platform": platform.platform(),
@@ -153,8 +156,17 @@ def _code(module: str, *, whole: bool) -> Iterator[list[Any]]:
     if spec is None:
         return
     places = [Path(place) for place in spec.submodule_search_locations or ()] or [Path(spec.origin or "")]
-    files = [each for place in places for each in (_below(place) if place.is_dir() else [place])]
-    for file in files[:_MANY_FILES]:
+    files = (each for place in places for each in (_below(place) if place.is_dir() else (place,)))
+    yield from _seen(itertools.islice(files, _MANY_FILES), whole=whole)
+
+
+def _own() -> list[Path]:
+    """Our own modules that a verdict may depend on; the folders beside them stand on these."""
+    return sorted(Path(__file__).parent.glob("*.py"))
+
+
+def _seen(files: Iterable[Path], *, whole: bool) -> Iterator[list[Any]]:
+    for file in files:
         with contextlib.suppress(OSError):
             there = file.stat()
             content = whole and there.st_size < _LARGEST
@@ -162,12 +174,10 @@ def _code(module: str, *, whole: bool) -> Iterator[list[Any]]:
             yield [str(file), seen]
 
 
-def _below(place: Path) -> list[Path]:
-    found = []
+def _below(place: Path) -> Iterator[Path]:
     for root, folders, files in os.walk(place):
         folders[:] = sorted(each for each in folders if each != "__pycache__")
-        found += [Path(root, each) for each in sorted(files) if _CODE.search(each)]
-    return found
+        yield from (Path(root, each) for each in sorted(files) if _CODE.search(each))
 
 
 def _hash(value: object) -> str:
@@ -200,9 +210,9 @@ def read(
         if not stat.S_ISREG(there.st_mode) or there.st_size > _LARGEST:
             return None
         kept = json.loads(file.read_bytes())
+        if not isinstance(kept, dict) or kept.pop("check", None) != _hash(kept) or kept.get("key") != wanted:
+            return None
     except (OSError, ValueError, RecursionError):
-        return None
-    if not isinstance(kept, dict) or kept.pop("check", None) != _hash(kept) or kept.get("key") != wanted:
         return None
     try:
         current = packages(kept["requires"]) == kept["requires"]
