@@ -1,11 +1,10 @@
-"""What the kernels need of their inputs: tokens before heads, padded and aligned heads, real keys packed together.
+"""What the kernels of one family need of their inputs: heads of one dimension, and padded keys said or packed.
 
 All here is of static shape and reads no tensor, so that nothing waits for the device and a graph can capture it.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,57 +14,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from fuseboard import MaskInfo
+from fuseboard.tensors import as_tokens, padded
 
-__all__ = [
-    "aligned",
-    "as_tokens",
-    "attend_packed",
-    "first",
-    "heads_padded",
-    "left_padding",
-    "needs_grad",
-    "padded",
-    "row_starts",
-    "scale_of",
-]
-
-ALIGNMENT = 16
-"""Bytes. The kernels load 128 bits at a time, and so want it of pointers and strides."""
-
-
-def aligned(tensor: Tensor) -> Tensor:
-    """`tensor`, copied unless its last dimension is packed, and its pointer and other strides 16-byte aligned."""
-    batch, heads, length, last = tensor.stride()
-    # A number is a multiple of a power of two when its low bits are zero; of several at once, when their union's are.
-    if (
-        last == 1
-        and (batch | heads | length) % (ALIGNMENT // tensor.element_size()) == 0
-        and tensor.data_ptr() % ALIGNMENT == 0
-    ):
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def padded(tensor: Tensor, dim: int) -> Tensor:
-    """`tensor` with its head dimension padded with zeros to `dim`. Exact, if the scale stays the true dimension's."""
-    missing = dim - tensor.shape[-1]
-    return F.pad(tensor, (0, missing)) if missing else tensor
-
-
-def scale_of(q: Tensor, scale: float | None) -> float:
-    """The scale as a number, from the true head dimension."""
-    return 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-
-
-def needs_grad(*tensors: Tensor) -> bool:
-    """Whether a backward may follow."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-
-
-def as_tokens(tensor: Tensor) -> Tensor:
-    """`(batch, heads, length, head_dim)` as `(batch * length, heads, head_dim)`, a view where the layout allows it."""
-    batch, heads, length, dim = tensor.shape
-    return tensor.transpose(1, 2).reshape(batch * length, heads, dim)
+__all__ = ["attend_packed", "first", "heads_padded", "left_padding", "row_starts"]
 
 
 def first(out: Any) -> Tensor:
@@ -97,9 +48,9 @@ def left_padding(info: MaskInfo, k_length: int) -> tuple[Tensor, Tensor]:
     return info.derived(("left padding", k_length), made)
 
 
-def heads_padded(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """All three with one head dimension, a multiple of 8; the scale has to be taken from q before."""
-    whole = -(-max(q.shape[3], v.shape[3]) // 8) * 8
+def heads_padded(q: Tensor, k: Tensor, v: Tensor, multiple: int = 8) -> tuple[Tensor, Tensor, Tensor]:
+    """All three with one head dimension, a multiple of `multiple`; the scale has to be taken from q before."""
+    whole = -(-max(q.shape[3], v.shape[3]) // multiple) * multiple
     return padded(q, whole), padded(k, whole), padded(v, whole)
 
 

@@ -4,22 +4,7 @@ from __future__ import annotations
 
 from fuseboard import Call, Guard, Sizes
 
-__all__ = ["ACCUMULATOR", "GRID"]
-
-GRID_LIMIT = 65_535
-"""Batch and heads are the y and z of a CUDA launch grid; beyond, the launch fails."""
-
-# https://github.com/Dao-AILab/flash-attention/issues/1812
-GRID = (
-    Guard(
-        "batch", lambda _call, sizes: sizes.batch <= GRID_LIMIT, f"at most {GRID_LIMIT}", lambda sizes: sizes.batch,
-        "split the batch",
-    ),
-    Guard(
-        "heads", lambda _call, sizes: sizes.heads <= GRID_LIMIT, f"at most {GRID_LIMIT}", lambda sizes: sizes.heads,
-        "split the heads",
-    ),
-)  # fmt: skip
+__all__ = ["ACCUMULATOR"]
 
 
 def _backward_fits(call: Call, sizes: Sizes) -> bool:

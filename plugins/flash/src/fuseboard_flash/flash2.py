@@ -27,6 +27,7 @@ from fuseboard import (
     StructureRule,
     hookimpl,
 )
+from fuseboard.tensors import GRID, aligned, needs_grad, scale_of
 from fuseboard_flash import _cost, _layout, _limits, _package
 
 RANGE = ">=2.6,<3"
@@ -57,7 +58,7 @@ LIMITS = Constraints(
     dropout=True,
     backward=True,
     any_stride=True,
-    guards=(*_limits.GRID, _limits.ACCUMULATOR),
+    guards=(*GRID, _limits.ACCUMULATOR),
 )
 """What it takes. It has no dense mask at all. A scale below zero gives NaN, and sizes of zero a launch error."""
 
@@ -177,10 +178,10 @@ class Flash2:
             k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
         dim, v_dim = q.shape[3], v.shape[3]
         if dim % 8 or v_dim != dim:
-            scale = _layout.scale_of(q, scale)
+            scale = scale_of(q, scale)
             q, k, v = _layout.heads_padded(q, k, v)
-        q, k, v = _layout.aligned(q), _layout.aligned(k), _layout.aligned(v)
-        plain = not dropout_p and not _layout.needs_grad(q, k, v)
+        q, k, v = aligned(q), aligned(k), aligned(v)
+        plain = not dropout_p and not needs_grad(q, k, v)
         if mask_info is None or mask_info.keys is None:
             options: dict[str, Any] = {}
             if mask_info is not None:

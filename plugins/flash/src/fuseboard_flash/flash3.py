@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fuseboard import BackendInfo, Call, Constraints, Exactness, HeadDims, MaskInfo, Sizes, StructureRule, hookimpl
+from fuseboard.tensors import GRID, aligned, needs_grad, scale_of
 from fuseboard_flash import _cost, _layout, _limits, _package
 
 RANGE = ">=3.0.0b1,<4"
@@ -41,7 +42,7 @@ LIMITS = Constraints(
     custom_scale=True,
     backward=True,
     any_stride=True,
-    guards=(*_limits.GRID, _limits.ACCUMULATOR),
+    guards=(*GRID, _limits.ACCUMULATOR),
 )
 """What it takes. No dense mask, no dropout."""
 
@@ -124,10 +125,10 @@ class Flash3:
             k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
         dim, v_dim = q.shape[3], v.shape[3]
         if dim % 8 or v_dim != dim:
-            scale = _layout.scale_of(q, scale)
+            scale = scale_of(q, scale)
             q, k, v = _layout.heads_padded(q, k, v)
-        q, k, v = _layout.aligned(q), _layout.aligned(k), _layout.aligned(v)
-        function = self._func if _layout.needs_grad(q, k, v) else self._cached
+        q, k, v = aligned(q), aligned(k), aligned(v)
+        function = self._func if needs_grad(q, k, v) else self._cached
         options: dict[str, Any] = {"softmax_scale": scale}
         if mask_info is not None:
             causal = mask_info.causal

@@ -4,24 +4,7 @@ from __future__ import annotations
 
 from fuseboard import Call, Guard, Sizes
 
-__all__ = ["OFFSETS", "at_most_65535"]
-
-GRID_LIMIT = 65_535
-"""Batch and heads are the y and z of a CUDA launch grid; beyond, the launch fails."""
-
-
-def at_most_65535() -> tuple[Guard, ...]:
-    """Guards on what becomes a launch grid."""
-    return (
-        Guard(
-            "batch", lambda _call, sizes: sizes.batch <= GRID_LIMIT, f"at most {GRID_LIMIT}",
-            lambda sizes: sizes.batch, "split the batch",
-        ),
-        Guard(
-            "heads", lambda _call, sizes: sizes.heads <= GRID_LIMIT, f"at most {GRID_LIMIT}",
-            lambda sizes: sizes.heads, "split the heads",
-        ),
-    )  # fmt: skip
+__all__ = ["OFFSETS"]
 
 
 def _largest_offset(sizes: Sizes) -> int:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from fuseboard import Call, Constraints, Guard, HeadDims, MaskInfo, Sizes, StructureRule
-from fuseboard_sage._limits import GRID_LIMIT, OFFSETS, at_most_65535
-from fuseboard_sage._tensors import centred_half, in_range, lengthened, packed, scale_declined, scale_of
+from fuseboard.tensors import GRID, GRID_LIMIT, packed, scale_of
+from fuseboard_sage._limits import OFFSETS
+from fuseboard_sage._tensors import centred_half, in_range, lengthened, scale_declined
 
 __all__ = ["LIMITS", "One"]
 
@@ -43,7 +44,7 @@ LIMITS = Constraints(
     custom_scale=True,
     any_stride=True,
     guards=(
-        *at_most_65535(),
+        *GRID,
         OFFSETS,
         Guard(
             "k_length", _keys_fit, "a multiple of 64, or causal with equal lengths", lambda sizes: sizes.k_length,

@@ -1,4 +1,4 @@
-"""What the kernels need of their inputs: packed, keys around zero, values within reach of half precision."""
+"""What the kernels need of their inputs: keys around zero, values within reach of half precision."""
 
 from __future__ import annotations
 
@@ -8,23 +8,15 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-__all__ = ["centred_half", "in_range", "lengthened", "packed", "scale_declined", "scale_of"]
+from fuseboard.tensors import packed
+
+__all__ = ["centred_half", "in_range", "lengthened", "scale_declined"]
 
 LARGEST_SCALE = math.sqrt(2)
 """In units of 1 / sqrt(head_dim): what a head padded to at most twice its width keeps as its scale."""
 
 _EXPONENT = 0x7F800000  # of a float32; without its other bits it is a power of two
 _TARGET = 16.0  # values end up in [-32, 32): 64 of them still add up within float16, and small ones stay normal
-
-
-def packed(tensor: Tensor) -> Tensor:
-    """`tensor`, copied if its last dimension is strided, which the kernels assert."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def scale_of(q: Tensor, scale: float | None) -> float:
-    """The scale as a number."""
-    return 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
 
 
 def scale_declined(q: Tensor, scale: float | None) -> str | None:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from fuseboard import Call, Constraints, Guard, HeadDims, MaskInfo, Sizes, StructureRule
-from fuseboard_sage._limits import OFFSETS, at_most_65535
-from fuseboard_sage._tensors import in_range, lengthened, packed, scale_declined, scale_of
+from fuseboard.tensors import GRID, packed, scale_of
+from fuseboard_sage._limits import OFFSETS
+from fuseboard_sage._tensors import in_range, lengthened, scale_declined
 
 __all__ = ["CAPABILITIES", "LIMITS", "Two"]
 
@@ -42,7 +43,7 @@ LIMITS = Constraints(
     custom_scale=True,
     any_stride=True,
     guards=(
-        *at_most_65535(),
+        *GRID,
         OFFSETS,
         Guard("k_length", _keys_fit, "at least 64, on Hopper 128", lambda sizes: sizes.k_length),
     ),

@@ -24,9 +24,10 @@ from fuseboard import (
     Sizes,
     hookimpl,
 )
+from fuseboard.tensors import GRID, packed
 from fuseboard_sage import _cost
-from fuseboard_sage._limits import OFFSETS, at_most_65535
-from fuseboard_sage._tensors import in_range, packed
+from fuseboard_sage._limits import OFFSETS
+from fuseboard_sage._tensors import in_range
 
 
 def _keys_fit(_call: Call, sizes: Sizes) -> bool:
@@ -42,7 +43,7 @@ LIMITS = Constraints(
     custom_scale=True,
     any_stride=True,
     guards=(
-        *at_most_65535(),
+        *GRID,
         OFFSETS,
         Guard("k_length", _keys_fit, "a multiple of 128", lambda sizes: sizes.k_length),
     ),

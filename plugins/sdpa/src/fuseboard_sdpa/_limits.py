@@ -5,23 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fuseboard import Guard
-
-__all__ = ["GRID", "GRID_LIMIT", "eligible"]
-
-GRID_LIMIT = 65_535
-"""Batch and heads are the y and z of a CUDA launch grid; beyond, the launch fails, at the earliest when it is made."""
-
-GRID = (
-    Guard(
-        "batch", lambda _call, sizes: sizes.batch <= GRID_LIMIT, f"at most {GRID_LIMIT}", lambda sizes: sizes.batch,
-        "split the batch",
-    ),
-    Guard(
-        "heads", lambda _call, sizes: sizes.heads <= GRID_LIMIT, f"at most {GRID_LIMIT}", lambda sizes: sizes.heads,
-        "split the heads",
-    ),
-)  # fmt: skip
+__all__ = ["eligible"]
 
 
 def eligible(

@@ -20,8 +20,9 @@ from fuseboard import (
     StructureRule,
     hookimpl,
 )
+from fuseboard.tensors import hidden_as_bias, packed
 from fuseboard_sdpa import _cost
-from fuseboard_sdpa._tensors import binding, hidden_as_bias, packed
+from fuseboard_sdpa._tensors import binding
 
 _FLASH = 1  # at::SDPBackend::flash_attention
 

@@ -29,9 +29,10 @@ from fuseboard import (
     describe,
     hookimpl,
 )
+from fuseboard.tensors import GRID, aligned, expanded_bias, needs_grad, padded, scale_of
 from fuseboard_sdpa import _cost
-from fuseboard_sdpa._limits import GRID, eligible
-from fuseboard_sdpa._tensors import aligned, binding, expanded_bias, needs_grad, padded, ready, scale_of
+from fuseboard_sdpa._limits import eligible
+from fuseboard_sdpa._tensors import binding, ready
 
 _PLAN_MICROSECONDS = 40_000.0  # measured on an H200, cuDNN 9.19, for forward calls of many sizes
 

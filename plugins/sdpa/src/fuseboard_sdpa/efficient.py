@@ -21,9 +21,10 @@ from fuseboard import (
     StructureRule,
     hookimpl,
 )
+from fuseboard.tensors import GRID, aligned, expanded_bias, needs_grad, padded, repeated, scale_of
 from fuseboard_sdpa import _cost
-from fuseboard_sdpa._limits import GRID, eligible
-from fuseboard_sdpa._tensors import aligned, binding, expanded_bias, needs_grad, padded, ready, repeated, scale_of
+from fuseboard_sdpa._limits import eligible
+from fuseboard_sdpa._tensors import binding, ready
 
 _BOTTOM_RIGHT = 2  # custom_mask_type of `_efficient_attention_forward`
 

@@ -26,9 +26,10 @@ from fuseboard import (
     StructureRule,
     hookimpl,
 )
+from fuseboard.tensors import GRID, GRID_LIMIT, aligned, as_tokens, padded, scale_of
 from fuseboard_sdpa import _cost
-from fuseboard_sdpa._limits import GRID, GRID_LIMIT, eligible
-from fuseboard_sdpa._tensors import aligned, binding, padded, ready, scale_of
+from fuseboard_sdpa._limits import eligible
+from fuseboard_sdpa._tensors import binding, ready
 
 
 def _backward_fits(call: Call, sizes: Sizes) -> bool:
@@ -182,7 +183,7 @@ class Flash:
         rows = q.shape[0]
         first_query, first_key = info.derived(("offsets", rows, n_q), lambda: _offsets(info, lengths, n_q, n_k))
         out: Tensor = self._forward(
-            _as_tokens(q), _as_tokens(k), _as_tokens(v), first_query, first_key, n_q, n_k, dropout_p, info.causal,
+            as_tokens(q), as_tokens(k), as_tokens(v), first_query, first_key, n_q, n_k, dropout_p, info.causal,
             False,
             scale=scale, seqused_k=lengths, **_window(info),
         )[0]  # fmt: skip
@@ -208,8 +209,3 @@ def _tokens_adjoin(tensor: Tensor) -> bool:
     """Whether `(batch, heads, length, head_dim)` can be seen as `(batch * length, heads, head_dim)` without a copy."""
     batch_stride, _, length_stride, _ = tensor.stride()
     return tensor.shape[0] == 1 or batch_stride == tensor.shape[2] * length_stride
-
-
-def _as_tokens(tensor: Tensor) -> Tensor:
-    batch, heads, length, dim = tensor.shape
-    return tensor.transpose(1, 2).reshape(batch * length, heads, dim)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from fuseboard import ALL_LENGTHS, BackendInfo, Call, Constraints, Exactness, HeadDims, MaskInfo, Sizes, hookimpl
+from fuseboard.tensors import hidden_as_bias
 from fuseboard_sdpa import _cost
-from fuseboard_sdpa._tensors import binding, hidden_as_bias
+from fuseboard_sdpa._tensors import binding
 
 LIMITS = Constraints(
     devices={"cpu", "cuda"},

@@ -34,21 +34,10 @@ from fuseboard import (
     StructureRule,
     hookimpl,
 )
+from fuseboard.tensors import GRID, aligned, as_tokens, expanded_bias, needs_grad, padded, repeated, scale_of
 from fuseboard_xformers import _cost, _package
 from fuseboard_xformers._biases import Biases
-from fuseboard_xformers._tensors import (
-    aligned,
-    as_tokens,
-    expanded_bias,
-    grouped,
-    needs_grad,
-    padded,
-    repeated,
-    scale_of,
-)
-
-GRID_LIMIT = 65_535
-"""Batch and heads are the y and z of a CUDA launch grid; beyond, the launch fails."""
+from fuseboard_xformers._tensors import grouped
 
 FLASH_DIM = 256
 NEWEST_CUTLASS = (9, 0)
@@ -102,15 +91,7 @@ LIMITS = Constraints(
     backward=True,
     any_stride=True,
     guards=(
-        Guard(
-            # https://github.com/facebookresearch/xformers/issues/845
-            "batch", lambda _call, sizes: sizes.batch <= GRID_LIMIT, f"at most {GRID_LIMIT}",
-            lambda sizes: sizes.batch, "split the batch",
-        ),
-        Guard(
-            "heads", lambda _call, sizes: sizes.heads <= GRID_LIMIT, f"at most {GRID_LIMIT}",
-            lambda sizes: sizes.heads, "split the heads",
-        ),
+        *GRID,  # https://github.com/facebookresearch/xformers/issues/845
         Guard(
             "operator", _cutlass_fits,
             f"beyond compute capability 9.0 half precision, heads up to {FLASH_DIM}, no dense mask",
@@ -283,7 +264,7 @@ class Xformers:
             k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
         if info is not None and info.keys is not None:
             bias = self._biases.padded(info, q.shape[0], n_q, n_k)
-            q, k, v = as_tokens(q), as_tokens(k), as_tokens(v)
+            q, k, v = as_tokens(q)[None], as_tokens(k)[None], as_tokens(v)[None]
         else:
             bias = self._biases.of(info, n_k) if info is not None else self._biases.top_left() if causal else None
             q, k, v = (each.transpose(1, 2) for each in (q, k, v))
