@@ -245,7 +245,7 @@ def test_the_grid_has_the_lengths_that_catch_known_faults():
     backend = Registry([entry("x", Fake(), **CLAIMS)], Settings()).resolve("x")
     grid = list(selftest.cases(backend, CPU))
 
-    assert {(case.q_length, case.k_length) for case in grid} == {(1, 77), (65, 65), (64, 128), (128, 65)}
+    assert {(case.q_length, case.k_length) for case in grid} == {(1, 77), (65, 65), (64, 128), (128, 65), (130, 130)}
     for claim in ("causal", "gqa", "backward", "mask_grad"):
         assert any(getattr(case, claim) for case in grid), claim
 

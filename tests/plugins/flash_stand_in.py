@@ -62,6 +62,8 @@ class _Rows(torch.autograd.Function):
         grads = torch.autograd.grad(out, inputs, seed.masked_fill(~queries[:, None, None], 0), allow_unused=True)
         for grad, written in zip(grads, (queries, keys, keys), strict=True):
             grad[~written] = torch.nan
+        if inputs[0].shape[2] % ctx.given["backward_multiple"]:  # read back with a stride other than it was written
+            grads = (grads[0].roll(1, 2), *grads[1:])
         return *grads, None, None
 
 
@@ -77,10 +79,15 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, multiple: int) -> None:
         assert each.stride(-1) == 1, "last dimension must be contiguous"
 
 
-def _given(q: Tensor, scale: Any, causal: bool, window: Any, dropout_p: float, tile: int) -> dict[str, Any]:
+def _given(
+    q: Tensor, scale: Any, causal: bool, window: Any, dropout_p: float, tile: int, backward_multiple: int = 1
+) -> dict[str, Any]:
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     assert isinstance(causal, bool)
-    return {"scale": scale, "causal": causal, "window": window, "dropout_p": dropout_p, "tile": tile}
+    return {
+        "scale": scale, "causal": causal, "window": window, "dropout_p": dropout_p, "tile": tile,
+        "backward_multiple": backward_multiple,
+    }  # fmt: skip
 
 
 def _bounds(window: tuple[int, int], n_k: int) -> tuple[int | None, int | None]:
@@ -213,7 +220,10 @@ class Flash3(Flash2):
 
 
 class Flash4:
-    """flash-attn-4: the row sums always come with the output, None is the open side of a window, tiles are whole."""
+    """flash-attn-4: the row sums always come with the output, None is the open side of a window, tiles are whole.
+
+    Its gradient of q is wrong at head dimensions that are no multiple of 32.
+    """
 
     tile = 16
 
@@ -229,7 +239,7 @@ class Flash4:
         assert qv is None
         self.calls.append(("func", (q, k, v)))
         _checked(q, k, v, 8)
-        given = _given(q, softmax_scale, causal, window_size, 0.0, self.tile)
+        given = _given(q, softmax_scale, causal, window_size, 0.0, self.tile, 32)
         return _whole(q, k, v, [0] * len(q), [k.shape[1]] * len(q), given), None
 
     def flash_attn_varlen_func(
@@ -244,7 +254,7 @@ class Flash4:
         assert qv is None
         self.calls.append(("varlen", (q, k, v)))
         _checked(q, k, v, 8)
-        given = _given(q, softmax_scale, causal, window_size, 0.0, self.tile)
+        given = _given(q, softmax_scale, causal, window_size, 0.0, self.tile, 32)
         if cu_seqlens_k is None:
             return _whole(q, k, v, [0] * len(q), _listed(seqused_k, len(q)), given), None
         rows_q, rows_k = _listed(cu_seqlens_q, len(cu_seqlens_q)), _listed(cu_seqlens_k, len(cu_seqlens_q))

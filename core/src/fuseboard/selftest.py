@@ -26,6 +26,11 @@ LENGTHS = ((1, 77), (65, 65), (64, 128), (128, 65))
 WHOLE_TILES = ((128, 128), (256, 256))
 """For a backend whose limits admit none of the grid's lengths."""
 HEADS, SHARED, BATCH = 4, 2, 2
+UNEVEN_DIM, UNEVEN_LENGTH = 80, 130
+"""No multiple of 32, and two tiles of queries: a backward that pads one and not the other gives a wrong gradient of q.
+
+https://github.com/Dao-AILab/flash-attention/pull/2896
+"""
 
 
 @attrs.frozen
@@ -153,6 +158,9 @@ def cases(backend: Backend, device: torch.device, lengths: tuple[tuple[int, int]
                 yield attrs.evolve(plain, backward=True, mask="additive")
                 yield attrs.evolve(plain, backward=True, mask="additive", mask_grad=True)
                 yield attrs.evolve(plain, backward=True, structure=("none", True, None))
+    if dtypes and lengths is LENGTHS and limits.head_dims.admits(UNEVEN_DIM):
+        uneven = Case(dtypes[0], UNEVEN_LENGTH, UNEVEN_LENGTH, UNEVEN_DIM, UNEVEN_DIM)
+        yield attrs.evolve(uneven, backward=True)
 
 
 def run(

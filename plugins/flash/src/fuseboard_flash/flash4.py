@@ -27,6 +27,7 @@ from fuseboard import (
     StructureRule,
     hookimpl,
 )
+from fuseboard.tensors import GRID, aligned, as_tokens, needs_grad, scale_of
 from fuseboard_flash import _cost, _layout, _limits, _package
 
 RANGE = ">=4.0.0b36,<5"
@@ -37,8 +38,15 @@ _INSTALL = (
 _MODULES = ("cutlass", "quack", "tvm_ffi", "einops")
 
 
-def _padded_dim(sizes: Sizes) -> int:
-    return -(-max(sizes.head_dim, sizes.v_head_dim) // 8) * 8
+def _multiple(grad: bool) -> int:
+    # Between one multiple of 32 and the next the backward on Hopper gives a wrong gradient of q, without an error, and
+    # does not compile on Blackwell: https://github.com/Dao-AILab/flash-attention/pull/2896, issues/2492
+    return 32 if grad else 8
+
+
+def _padded_dim(call: Call, sizes: Sizes) -> int:
+    multiple = _multiple(call.grad)
+    return -(-max(sizes.head_dim, sizes.v_head_dim) // multiple) * multiple
 
 
 def _dim_fits(call: Call, sizes: Sizes) -> bool:
@@ -46,17 +54,18 @@ def _dim_fits(call: Call, sizes: Sizes) -> bool:
     # https://github.com/Dao-AILab/flash-attention/issues/2591
     if call.capability is None or call.capability[0] not in (10, 11):
         return True
-    return 32 <= _padded_dim(sizes) <= 128 or _padded_dim(sizes) == 256  # noqa: PLR2004 - the kernel's own limits
+    dim = _padded_dim(call, sizes)
+    return 32 <= dim <= 128 or dim == 256  # noqa: PLR2004 - the kernel's own limits
 
 
 def _backward_exists(call: Call, _sizes: Sizes) -> bool:
     return not call.grad or call.capability is None or call.capability >= (9, 0)
 
 
-def _offsets_fit(_call: Call, sizes: Sizes) -> bool:
+def _offsets_fit(call: Call, sizes: Sizes) -> bool:
     # Not known to be 64 bits wide everywhere in generated code: not claimed.
     longest = max(sizes.heads * sizes.q_length, sizes.kv_heads * sizes.k_length)
-    return sizes.batch * longest * _padded_dim(sizes) < 2**31
+    return sizes.batch * longest * _padded_dim(call, sizes) < 2**31
 
 
 LIMITS = Constraints(
@@ -79,7 +88,7 @@ LIMITS = Constraints(
     backward=True,
     any_stride=True,
     guards=(
-        *_limits.GRID,
+        *GRID,
         _limits.ACCUMULATOR,
         Guard(
             "head_dim", _dim_fits, "32 to 128, or 256, on compute capability 10 and 11", lambda sizes: sizes.head_dim
@@ -205,11 +214,11 @@ class Flash4:
         """Pad, align, and call the function for the structure."""
         if causal and k.shape[2] > q.shape[2]:  # top-left: no query sees a key beyond the number of queries
             k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
-        dim, v_dim = q.shape[3], v.shape[3]
-        if dim % 8 or v_dim != dim:
-            scale = _layout.scale_of(q, scale)
-            q, k, v = _layout.heads_padded(q, k, v)
-        q, k, v = _layout.aligned(q), _layout.aligned(k), _layout.aligned(v)
+        dim, v_dim, multiple = q.shape[3], v.shape[3], _multiple(needs_grad(q, k, v))
+        if dim % multiple or v_dim != dim:
+            scale = scale_of(q, scale)
+            q, k, v = _layout.heads_padded(q, k, v, multiple)
+        q, k, v = aligned(q), aligned(k), aligned(v)
         options: dict[str, Any] = {"softmax_scale": scale, "causal": causal}
         if mask_info is not None:
             options |= {"causal": mask_info.causal, **_window(mask_info)}
@@ -226,7 +235,7 @@ class Flash4:
         # A weight of zero times a value that is no number is no number; in the backward the same holds of the keys. The
         # fill also gives zero for gradients that the kernel does not write.
         v = v.masked_fill(hidden, 0)
-        if _layout.needs_grad(q, k, v):
+        if needs_grad(q, k, v):
             k = k.masked_fill(hidden, 0)
         if info.padding == "right":
             out = self._varlen(
@@ -238,7 +247,7 @@ class Flash4:
         starts = _layout.row_starts(info, batch, n_k)
         shifted = info.derived(("first real key", n_k), lambda: _shifted(info, starts, n_k))
         out = self._varlen(
-            _layout.as_tokens(q), _layout.as_tokens(k), _layout.as_tokens(v),
+            as_tokens(q), as_tokens(k), as_tokens(v),
             cu_seqlens_q=_layout.row_starts(info, batch, n_q), cu_seqlens_k=shifted, max_seqlen_q=n_q,
             max_seqlen_k=n_k, seqused_k=info.lengths(), **options,
         )  # fmt: skip
