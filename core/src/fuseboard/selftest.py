@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fuseboard.backend import Backend, Kernel
 from fuseboard.call import describe
-from fuseboard.constraints import HeadDims, admit, guard
+from fuseboard.constraints import Constraints, HeadDims, admit, guard
 from fuseboard.errors import DeclinedError
 from fuseboard.masks import MaskInfo, in_form, to_4d
 
@@ -143,24 +143,29 @@ def cases(backend: Backend, device: torch.device, lengths: tuple[tuple[int, int]
                 if n_q == n_k:
                     yield attrs.evolve(shared, backward=True, causal=True)
                 continue
-            yield shared
-            if limits.custom_scale:  # besides: quantised kernels take small scales only
-                yield attrs.evolve(shared, scale=0.5)
-            yield attrs.evolve(plain, causal=True)
-            yield attrs.evolve(shared, mask="bool")
-            yield attrs.evolve(plain, mask="additive")
-            for keys, causal, window in itertools.product(("none", "right", "left", "any"), (False, True), (None, 20)):
-                if (keys, causal, window) != ("none", False, None):
-                    yield attrs.evolve(plain, structure=(keys, causal, window))
-            if n_q > 1 and n_q != 64:  # noqa: PLR2004 - equal lengths, and more queries than keys
-                yield attrs.evolve(shared, backward=True)
-                yield attrs.evolve(plain, backward=True, causal=True)
-                yield attrs.evolve(plain, backward=True, mask="additive")
-                yield attrs.evolve(plain, backward=True, mask="additive", mask_grad=True)
-                yield attrs.evolve(plain, backward=True, structure=("none", True, None))
+            yield from _crossed(plain, shared, limits)
     if dtypes and lengths is LENGTHS and limits.head_dims.admits(UNEVEN_DIM):
         uneven = Case(dtypes[0], UNEVEN_LENGTH, UNEVEN_LENGTH, UNEVEN_DIM, UNEVEN_DIM)
         yield attrs.evolve(uneven, backward=True)
+
+
+def _crossed(plain: Case, shared: Case, limits: Constraints) -> Iterator[Case]:
+    """Every claim at one pair of lengths."""
+    yield shared
+    if limits.custom_scale:  # besides: quantised kernels take small scales only
+        yield attrs.evolve(shared, scale=0.5)
+    yield attrs.evolve(plain, causal=True)
+    yield attrs.evolve(shared, mask="bool")
+    yield attrs.evolve(plain, mask="additive")
+    for keys, causal, window in itertools.product(("none", "right", "left", "any"), (False, True), (None, 20)):
+        if (keys, causal, window) != ("none", False, None):
+            yield attrs.evolve(plain, structure=(keys, causal, window))
+    if plain.q_length not in (1, 64):
+        yield attrs.evolve(shared, backward=True)
+        yield attrs.evolve(plain, backward=True, causal=True)
+        yield attrs.evolve(plain, backward=True, mask="additive")
+        yield attrs.evolve(plain, backward=True, mask="additive", mask_grad=True)
+        yield attrs.evolve(plain, backward=True, structure=("none", True, None))
 
 
 def run(
