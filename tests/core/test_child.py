@@ -11,7 +11,7 @@ import tempfile
 import pytest
 import torch
 
-from fuseboard import child, machine
+from fuseboard import child, machine, verdicts
 from fuseboard.settings import Settings
 
 PLUGIN = """
@@ -129,6 +129,7 @@ def test_another_kernel_under_the_same_version_is_asked_about_again(ask):
     assert not broken.cached
 
 
+@pytest.mark.slow
 def test_fresh_asks_again_and_keeps_the_new_answer(ask, tmp_path, monkeypatch):
     passing = AT_IMPORT.format(then="if os.environ.get('ACME_OFF'): raise RuntimeError('off')")
     monkeypatch.setenv("ACME_OFF", "1")
@@ -141,7 +142,6 @@ def test_fresh_asks_again_and_keeps_the_new_answer(ask, tmp_path, monkeypatch):
 
 
 CRASHES = [
-    ("ctypes.string_at(0)", "crashed (SIGSEGV, segmentation fault)"),
     ("os.abort()", "crashed (SIGABRT, abort)"),
     ("os.kill(os.getpid(), signal.SIGILL)", "crashed (SIGILL, illegal instruction)"),
     ("os.kill(os.getpid(), signal.SIGKILL)", "was killed (SIGKILL), as the system does when memory runs out,"),
@@ -149,6 +149,7 @@ CRASHES = [
     ("os._exit(0)", "ended its process (exit status 0) without an answer"),
     ("os._exit(7)", "ended its process (exit status 7) without an answer"),
 ]
+IN_QUICK = {(0, "its self-test"), (2, "its self-test"), (4, "its import")}
 
 
 @posix
@@ -158,7 +159,7 @@ CRASHES = [
         pytest.param(
             *crash,
             where,
-            marks=[] if place % 2 == (where == "its import") else [pytest.mark.slow],
+            marks=[] if (place, where) in IN_QUICK else [pytest.mark.slow],
             id=f"{place}-{where}",
         )
         for place, crash in enumerate(CRASHES)
@@ -171,10 +172,25 @@ def test_an_end_without_an_answer_is_a_reason_that_says_how_and_where(ask, then,
     assert told(answer) == (False, "crash", f"{how} during {where}")
 
 
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (0xC0000005, "crashed (0xC0000005, access violation)"),
+        (0xC0000409, "crashed (0xC0000409, abort)"),
+        (3, "ended its process (exit status 3) without an answer"),
+        pytest.param(-64, "was ended (SIGRTMAX)", marks=pytest.mark.skipif(sys.platform != "linux", reason="Linux's")),
+        pytest.param(-50, "was ended (signal 50)", marks=posix),
+    ],
+)
+def test_every_way_to_end_has_words(code, words):
+    assert child._ended(code) == words
+
+
 @posix
 def test_a_crash_shows_the_line_it_happened_at(ask):
     answer = ask(AT_IMPORT.format(then="print('loading acme')\nctypes.string_at(0)"))
 
+    assert told(answer) == (False, "crash", "crashed (SIGSEGV, segmentation fault) during its import")
     assert answer.detail[0] == "loading acme"
     assert "Fatal Python error: Segmentation fault" in answer.detail
     assert any("acme_kernel.py" in line for line in answer.detail)
@@ -185,7 +201,7 @@ def test_a_crash_shows_the_line_it_happened_at(ask):
     [
         ("import no_such_library", "import failed: ModuleNotFoundError: No module named 'no_such_library'"),
         ("raise KeyboardInterrupt", "import failed: KeyboardInterrupt"),
-        ("sys.exit(3)", "its import called sys.exit(3)"),
+        pytest.param("sys.exit(3)", "its import called sys.exit(3)", marks=pytest.mark.slow),
         pytest.param("raise ImportError('undefined symbol: _Z')", "import failed: ImportError: undefined symbol: _Z",
                      marks=pytest.mark.slow),
         pytest.param("torch.attention", "import failed: NameError: name 'torch' is not defined",
@@ -199,11 +215,13 @@ def test_an_import_that_raises_is_a_reason(ask, then, reason):
     assert told(ask(AT_IMPORT.format(then=then))) == (False, "import", reason)
 
 
+@pytest.mark.slow
 def test_a_package_without_the_function_is_a_reason(ask):
     reason = "import failed: AttributeError: module 'acme_kernel' has no attribute 'attention'"
     assert told(ask("import torch")) == (False, "import", reason)
 
 
+@pytest.mark.slow
 def test_a_kernel_that_is_wrong_is_a_reason(ask):
     answer = ask(IN_SELF_TEST.format(then="return q * float('nan')"))
 
@@ -298,6 +316,7 @@ def test_a_plugin_module_that_crashes_is_a_reason_and_a_fault(ask):
     assert any("acme_attention.py" in line for line in said["detail"])
 
 
+@pytest.mark.slow
 def test_a_plugin_module_that_raises_is_a_reason_of_stage_plugin(ask):
     assert told(ask(plugin="raise OSError('no disk')\n")) == (False, "plugin", "OSError: no disk")
 
@@ -305,7 +324,7 @@ def test_a_plugin_module_that_raises_is_a_reason_of_stage_plugin(ask):
 def test_a_plugin_module_that_hangs_is_a_fault(acme):
     acme(plugin="import time; time.sleep(600)\n")
 
-    assert child.declare("acme", timeout=5)["fault"] == "did not end within 5 s during the import of its plugin"
+    assert child.declare("acme", timeout=1)["fault"] == "did not end within 1 s during the import of its plugin"
 
 
 def test_a_plugin_says_what_it_is_without_its_kernel_being_imported(acme):
@@ -329,11 +348,29 @@ def test_a_backend_that_is_not_installed_is_a_no_without_a_child():
     assert child.declare("no-such")["fault"] == answer.reason
 
 
+def test_of_two_plugins_with_one_name_the_child_loads_what_the_registry_would(acme):
+    site = acme()
+    (site / "zeta-2.dist-info").mkdir()
+    (site / "zeta-2.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: zeta\nVersion: 2\n")
+    (site / "zeta-2.dist-info" / "entry_points.txt").write_text("[fuseboard.backends]\nacme = zeta\n")
+
+    def found(distribution=None, **settings):
+        return child.find("acme", distribution, Settings(**settings)).distribution
+
+    assert found() == "acme-attention"
+    assert found(disable=frozenset({"acme-attention"})) == "zeta"
+    assert found(disable=frozenset({"acme"})) == "acme-attention"
+    assert found("zeta") == "zeta"
+    assert child.find("acme", "omega") is None
+
+
+@pytest.mark.slow
 def test_a_blocked_backend_is_asked_about_all_the_same(ask, monkeypatch):
     monkeypatch.setenv("FUSEBOARD_DISABLE", "acme")
     assert ask().ok
 
 
+@pytest.mark.slow
 def test_a_device_that_is_not_there_is_a_no(acme, tmp_path):
     site = acme()
     text = (site / "acme_attention.py").read_text().replace('devices={"cpu"}', 'devices={"cpu", "cuda"}')
@@ -360,6 +397,7 @@ def test_a_child_asks_no_child(ask, monkeypatch):
     assert told(ask(AT_IMPORT.format(then=then))) == (True, "", "")
 
 
+@pytest.mark.slow
 def test_a_module_beside_the_host_is_not_taken_for_the_standard_library(ask, tmp_path, monkeypatch):
     (tmp_path / "json.py").write_text("raise SystemExit('not this one')")
     monkeypatch.chdir(tmp_path)
@@ -374,6 +412,7 @@ def test_a_full_device_is_a_no_that_is_not_kept(ask, tmp_path):
     assert list(tmp_path.glob("cache/*")) == []
 
 
+@pytest.mark.slow
 def test_an_error_of_the_one_who_listens_ends_the_child(ask, tmp_path):
     def stop(stage):
         raise ValueError(stage)
@@ -454,11 +493,10 @@ def test_a_host_that_asks_children_is_answered_and_the_next_one_reads_the_disk(p
 @posix
 def test_a_kernel_that_crashes_never_meets_the_host(python, acme, tmp_path):
     acme(IN_SELF_TEST.format(then="ctypes.string_at(0)"))
-    found = host(python, tmp_path / "cache", "acme", "acme")
+    found = host(python, tmp_path / "cache", "acme", "acme", FUSEBOARD_DISABLE="sdpa,flash,sage,xformers")
 
     reason = "crashed (SIGSEGV, segmentation fault) during its self-test"
-    assert found[1:4] == [False, "crash", reason]
-    assert "acme" not in found[0]
+    assert found == [{"reference": 1}, False, "crash", reason, ["acme"]]
 
 
 def test_a_verdict_of_the_doctor_serves_the_host(python, ask, tmp_path):
@@ -467,3 +505,21 @@ def test_a_verdict_of_the_doctor_serves_the_host(python, ask, tmp_path):
     found = host(python, tmp_path / "cache", "acme", "acme", ACME_HOST="1")
 
     assert found == [{"acme": 1}, True, "", "", []]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_process_without_torch_and_the_host_share_a_verdict(tmp_path):
+    """The one has what it knows of the machine from a child, the other from torch."""
+    device = torch.device("cuda:0")
+    surveyed, here = child.survey(), machine.facts([device])
+    row = next(each for each in surveyed["devices"] if each["device"] == "cuda:0")
+
+    assert row == here["devices"][0]
+    for name in ("cpu", "cuda:0"):
+        own = machine.facts([torch.device(name)])
+        assert verdicts.key("x", "fuseboard-sdpa", name, surveyed) == verdicts.key("x", "fuseboard-sdpa", name, own)
+    config = Settings(cache=str(tmp_path / "cache"))
+    first = child.probe("sdpa-flash", "cuda:0", config=config)
+    again = child.probe("sdpa-flash", "cuda:0", config=config, machine=here)
+    assert told(first) == told(again) == (True, "", "")
+    assert again.cached

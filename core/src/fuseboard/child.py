@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import logging
 import os
 import platform
 import secrets
@@ -54,13 +53,16 @@ _TAIL = 1 << 16
 _NOT_ASKED = "could not be asked in a process of its own"
 
 # -c puts the current folder first on the path, where a json.py would be found; then the path becomes the parent's.
-_BOOT = (
-    "import sys; sys.path[:] = [each for each in sys.path if each]; import json; "
-    "asked = json.load(open(sys.argv[1], encoding='utf-8')); sys.path[:] = asked['path']; "
-    "from fuseboard import inside; inside.main(asked)"
-)
-
-log = logging.getLogger("fuseboard")
+_BOOT = """
+import sys
+sys.path[:] = [each for each in sys.path if each]
+import json
+with open(sys.argv[1], encoding="utf-8") as file:
+    asked = json.load(file)
+sys.path[:] = asked["path"]
+from fuseboard import inside
+inside.main(asked)
+"""
 
 
 @attrs.frozen
@@ -72,7 +74,7 @@ class Answer:
         reason: Why not, in words; empty for yes.
         stage: As `Verdict.stage`; or `plugin` (its module could not be loaded, or declares wrongly), `crash`, `time
             limit`.
-        seconds: How long the child took.
+        seconds: How long the child took, be it now or when it was asked.
         cached: Read from disk; no child was started.
         detail: The last lines that the child printed, for a human.
     """
@@ -123,7 +125,7 @@ def probe(
         device: Such as `cpu` or `cuda:0`.
         timeout: Seconds for import and self-test; default `FUSEBOARD_PROBE_TIMEOUT`.
         fresh: Ask a child whatever is on disk, and keep its answer.
-        on_stage: Told each stage as the child reaches it: `start`, `plugin`, `probe`, `import`, `self-test`.
+        on_stage: Told each stage as a child reaches it: `plugin`, `probe`, `import`, `self-test`.
         config: Settings in place of the environment's.
         distribution: Who ships the backend, where two do.
         machine: `machine.facts()` of a process that has torch loaded; else a child is asked once.
@@ -209,7 +211,7 @@ def declare(name: str, *, timeout: float = 60) -> dict[str, Any]:
     if entry is None:
         return found | {"fault": f"no installed plugin has a backend called {name!r}"}
     found |= {"distribution": entry.distribution, "version": entry.version}
-    end = _ask({"task": "declare", **_named(entry)}, timeout, start=timeout)
+    end = _ask({"task": "declare", **_named(entry)}, timeout)
     return found | (end.answer or {"fault": end.failure}) | {"detail": list(end.detail)}
 
 
@@ -218,10 +220,9 @@ def _named(entry: Entry) -> dict[str, str]:
 
 
 def _passes_soon(answer: Answer) -> bool:
-    """Whether a no is about the moment rather than the machine: a device that is full or taken by others."""
-    text = answer.reason.lower()
-    passing = ("out of memory", "outofmemory", "busy or unavailable", "keyboardinterrupt", _NOT_ASKED)
-    return not answer.ok and any(each in text for each in passing)
+    """Whether a no is about the moment and not about the backend: a device that is full, or taken by others."""
+    about = ("out of memory", "outofmemory", "busy or unavailable", "keyboardinterrupt", _NOT_ASKED, STAGES["start"])
+    return not answer.ok and any(each in answer.reason.lower() for each in about)
 
 
 # ---- one child
@@ -252,13 +253,12 @@ def _ask(
     except OSError as error:
         return _End(None, f"{_NOT_ASKED}: {first_line(error)}", "crash", 0.0, ())
     try:
-        asked = {
-            **question, "limit": limit, "start": start, "path": _path(), "answers": str(folder / "answers"),
-        }  # fmt: skip
+        asked = {**question, "limit": limit, "start": start, "answers": str(folder / "answers")}
         try:
+            asked["path"] = _path()
             (folder / "question").write_text(json.dumps(asked), encoding="utf-8")
             child = _Child(folder / "question")
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # of files and processes, or of threads, there are too many
             return _End(None, f"{_NOT_ASKED}: {first_line(error)}", "crash", time.monotonic() - begun, ())
         try:
             answer, failure, kind = _listen(child, folder / "answers", limit, start, heard)
@@ -295,7 +295,7 @@ def _listen(
 
 def _path() -> list[str]:
     """The path, told apart from the current folder. What is no file is a name for an import hook."""
-    return [str(Path(each or ".").absolute()) if Path(each or ".").exists() else each for each in sys.path]
+    return [os.path.abspath(each) if os.path.exists(each or ".") else str(each) for each in sys.path]  # noqa: PTH100, PTH110 - neither raises for a folder that may not be read
 
 
 def _lines(answers: Path) -> list[dict[str, Any]]:
@@ -324,8 +324,8 @@ _WINDOWS = {
 def _ended(code: int) -> str:
     """How a process ended that gave no answer, in words."""
     if code >= 0:
-        if code & 0xFFFFFFFF in _WINDOWS:
-            return f"crashed (0x{code & 0xFFFFFFFF:X}, {_WINDOWS[code & 0xFFFFFFFF]})"
+        if code in _WINDOWS:
+            return f"crashed (0x{code:X}, {_WINDOWS[code]})"
         return f"ended its process (exit status {code}) without an answer"
     try:
         name = signal.Signals(-code).name
@@ -353,7 +353,12 @@ class _Child:
         )  # fmt: skip
         self._tail = b""
         self._reader = threading.Thread(target=self._read, name="fuseboard-child-output", daemon=True)
-        self._reader.start()
+        try:
+            self._reader.start()
+        except BaseException:
+            self._process.kill()
+            self._process.wait()
+            raise
 
     def wait(self, seconds: float) -> int | None:
         """Its exit code, or None while it runs."""

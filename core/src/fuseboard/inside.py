@@ -142,7 +142,7 @@ def _declare(asked: Mapping[str, Any], say: Say) -> dict[str, Any]:
     if backend is None:
         return {"fault": fault}
     return {
-        "info": attrs.asdict(backend.info),
+        "info": attrs.asdict(backend.info, recurse=False) | {"requires": dict(backend.info.requires)},
         "constraints": {
             each.name: _plain(getattr(backend.constraints, each.name)) for each in attrs.fields(Constraints)
         },
