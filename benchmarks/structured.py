@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Callable
 
 import torch
-from sdpa_grid import SITE, Shape, inputs, settle, timed
+from grid import SITE, Shape, inputs, settle, timed, waits
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fuseboard as fb
@@ -86,7 +86,7 @@ def measure(shape: Shape, rounds: int) -> dict[str, object]:
         calls[name] = lambda attend=attend: attend(*qkv, **given)
     for call in calls.values():
         call()
-    settle(calls["fast"])
+    settle(calls["fast"], lambda: waits(qkv, given))
     once = {name: min(timed(call, 2) for _ in range(3)) for name, call in calls.items()}
     counts = {name: max(3, min(200, int(3000 / max(time, 1.0)))) for name, time in once.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}

@@ -1,11 +1,12 @@
 """`fast` against each backend alone on one GPU: is the order it tries them in the right one?
 
-    python benchmarks/sdpa_grid.py [--rounds 15] [--out benchmarks/results/sdpa_grid]
+    python benchmarks/grid.py [--rounds 15] [--backends sdpa-flash,flash,...] [--out benchmarks/results/grid]
 
-One run, one table. For every shape each backend is timed under its own strict policy, torch's default attention by the
-site's reference, and `fast` as an operator would use it; all through `fuseboard.attention`, in rounds that visit every
-variant once, so that drift hits all alike. A time is the median over rounds of (time of N calls) / N by device events.
-The ratio that matters is `fast` over the best single backend; where both run the same kernel it shows the noise.
+One run, one table. For every shape each installed backend is timed under its own strict policy, torch's default
+attention by the site's reference, and `fast` as an operator would use it; all through `fuseboard.attention`, in rounds
+that visit every variant once, so that drift hits all alike. A time is the median over rounds of (time of N calls) / N
+by device events. The ratio that matters is `fast` over the best single backend; where both run the same kernel it shows
+the noise. Behind each time stands the place that the backend's own rank gives it among those that can answer.
 """
 
 from __future__ import annotations
@@ -25,9 +26,8 @@ from torch import Tensor
 import fuseboard as fb
 
 SITE = fb.Site("benchmark.grid")
-BACKENDS = ("sdpa-flash", "sdpa-efficient", "sdpa-cudnn", "sdpa-math")
 SEEN = 0.8  # of the keys, by a random mask
-STEADY_CALLS, STEADY_SECONDS = 50_000, 4.0
+STEADY_CALLS, STEADY_SECONDS = 200, 4.0
 MATH_ELEMENTS = 2**28
 """The math kernel is timed only where its scores have at most this many elements."""
 
@@ -88,7 +88,14 @@ GRID = (
     Shape("structure", 1, 16, 16, 8192, 8192, 128, mask="window 512"),
     Shape("structure", 1, 32, 8, 256, 4096, 128, mask="bottom-right causal"),
     Shape("structure", 16, 32, 8, 1, 4096, 128, mask="left padding causal"),
+    Shape("structure", 8, 32, 8, 512, 2048, 128, mask="right padding"),
+    Shape("structure", 8, 16, 16, 128, 128, 64, mask="left padding causal"),
+    Shape("structure", 4, 32, 8, 2048, 2048, 128, mask="window 256"),
     Shape("training", 4, 16, 16, 2048, 2048, 128, causal=True, backward=True),
+    Shape("training", 2, 32, 8, 2048, 2048, 128, causal=True, backward=True),
+    Shape("training", 4, 16, 16, 1024, 1024, 80, backward=True),
+    Shape("training", 8, 16, 16, 1024, 1024, 64, mask="right padding", backward=True),
+    Shape("training", 1, 16, 16, 4096, 4096, 128, mask="window 512", backward=True),
     Shape("training", 2, 16, 16, 1024, 1024, 64, mask="additive", backward=True),
 )
 
@@ -138,18 +145,34 @@ def timed(call: Callable[[], None], count: int) -> float:
     return start.elapsed_time(end) * 1000 / count
 
 
-def settle(call: Callable[[], None]) -> None:
+def settle(call: Callable[[], None], waiting: Callable[[], bool]) -> None:
     """Reach the steady state: a backend that prepares for each size asks to be taken only after some calls."""
     start = time.perf_counter()
-    for done in range(STEADY_CALLS):
-        call()
-        if done % 100 == 0:
-            torch.cuda.synchronize()
-            if time.perf_counter() - start > STEADY_SECONDS:
-                return
+    while waiting() and time.perf_counter() - start < STEADY_SECONDS:
+        for _ in range(STEADY_CALLS):
+            call()
+        torch.cuda.synchronize()
 
 
-def measure(shape: Shape, rounds: int) -> dict[str, object]:
+def waits(qkv: tuple[Tensor, Tensor, Tensor], given: dict[str, object]) -> bool:
+    """Whether under `fast` somebody who would come first asks for more calls of these sizes."""
+    found = fb.explain(SITE, *qkv, policy="fast", **given)
+    able = [each for each in found.candidates if not each.refusals]
+    return bool(able) and able[0].later is not None
+
+
+def installed() -> list[str]:
+    """Every backend that can run on this device."""
+    q = torch.zeros(1, 1, 128, 64, device="cuda", dtype=torch.bfloat16)
+    able = []
+    for each in fb.explain(SITE, q, q, q, policy="fast").candidates:
+        why = [str(refusal) for refusal in each.refusals]
+        print(f"{each.name}: {'; '.join(why) or 'can run'}")
+        able += [] if why else [each.name]
+    return able
+
+
+def measure(shape: Shape, backends: list[str], rounds: int) -> dict[str, object]:
     """Time every variant on one shape."""
     (q, k, v), given = inputs(shape)
     grad = torch.randn_like(q) if shape.backward else None
@@ -165,9 +188,8 @@ def measure(shape: Shape, rounds: int) -> dict[str, object]:
 
         return call
 
-    names = ["fast", "reference", *BACKENDS]
-    if shape.batch * shape.heads * shape.q_length * shape.k_length > MATH_ELEMENTS:
-        names.remove("sdpa-math")
+    few = shape.batch * shape.heads * shape.q_length * shape.k_length <= MATH_ELEMENTS
+    names = ["fast", "reference", *(each for each in backends if few or each != "sdpa-math")]
     calls, refused = {}, {}
     for name in names:
         policy = fb.policy_for("auto") if name == "reference" else fb.policy_for(name, name != "fast")
@@ -178,10 +200,11 @@ def measure(shape: Shape, rounds: int) -> dict[str, object]:
             calls[name] = call
         except fb.RefusedError as error:
             refused[name] = "; ".join(str(each) for each in error.refusals if each.backend == name)
-    settle(calls["fast"])
+    settle(calls["fast"], lambda: waits((q, k, v), given))
     run = fb.Run()
     with fb.bind("fast", run=run):
         fb.attention(q, k, v, site=SITE, **given)
+    ranks = {each.name: each.rank for each in fb.explain(SITE, q, k, v, policy="fast", **given).candidates}
     once = {name: min(timed(call, 2) for _ in range(3)) for name, call in calls.items()}
     counts = {name: max(3, min(200, int(3000 / max(time, 1.0)))) for name, time in once.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -190,21 +213,22 @@ def measure(shape: Shape, rounds: int) -> dict[str, object]:
         for name in order:
             times[name].append(timed(calls[name], counts[name]))
     medians = {name: statistics.median(each) for name, each in times.items()}
-    single = {name: time for name, time in medians.items() if name in BACKENDS}
+    single = {name: time for name, time in medians.items() if name in backends}
     best = min(single, key=lambda name: single[name])
     ratio = statistics.median([mine / other for mine, other in zip(times["fast"], times[best], strict=True)])
     return {
         "shape": str(shape), "fast_used": next(iter(run.report()["attention"]["used"])), "best": best, "us": medians,
         "fast_over_best": ratio, "fast_over_reference": medians["fast"] / medians["reference"], "refused": refused,
+        "ranks": {name: ranks[name] for name in single},
     }  # fmt: skip
 
 
-def growing() -> dict[str, float]:
+def growing(backends: list[str]) -> dict[str, float]:
     """Milliseconds a decode step costs when every step has a new key length: what plan building does to a kernel."""
     cache = torch.randn(1, 8, 2400, 128, device="cuda", dtype=torch.bfloat16)
     q = torch.randn(1, 32, 1, 128, device="cuda", dtype=torch.bfloat16)
     found = {}
-    for name in ("reference", "fast", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn"):
+    for name in ("reference", "fast", *backends):
         lengths = iter(range(1000, 2400))
         policy = fb.policy_for("auto") if name == "reference" else fb.policy_for(name, name != "fast")
 
@@ -221,13 +245,13 @@ def growing() -> dict[str, float]:
     return found
 
 
-def table(rows: list[dict[str, object]], grown: dict[str, float]) -> str:
-    """The results as Markdown."""
+def table(rows: list[dict[str, object]], backends: list[str], grown: dict[str, float]) -> str:
+    """The results as Markdown: microseconds, and in brackets the place among those able by estimated time."""
     head = [
         "shape (b, heads/kv, q, k, d)",
         "fast used",
         "fast µs",
-        *BACKENDS,
+        *backends,
         "torch default",
         "fast / best",
         "fast / torch",
@@ -235,8 +259,10 @@ def table(rows: list[dict[str, object]], grown: dict[str, float]) -> str:
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for row in rows:
         us: dict[str, float] = row["us"]  # type: ignore[assignment]
+        ranks: dict[str, float] = row["ranks"]  # type: ignore[assignment]
+        place = {name: at for at, name in enumerate(sorted(ranks, key=lambda name: ranks[name]), 1)}
         cells = [str(row["shape"]), str(row["fast_used"]), f"{us['fast']:.1f}"]
-        cells += [f"{us[name]:.1f}" if name in us else "—" for name in BACKENDS]
+        cells += [f"{us[name]:.1f} ({place[name]})" if name in us else "—" for name in backends]
         cells += [f"{us['reference']:.1f}", f"{row['fast_over_best']:.3f}", f"{row['fast_over_reference']:.2f}"]
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", "A growing cache (1, 32/8, 1, k, 128), k new at every step, ms a step: "]
@@ -247,21 +273,23 @@ def table(rows: list[dict[str, object]], grown: dict[str, float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--backends", help="comma separated; default every one that can run")
     parser.add_argument("--out", type=pathlib.Path, help="write OUT.json and OUT.md")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        msg = "sdpa_grid.py needs a CUDA device: it compares CUDA kernels."
+        msg = "grid.py needs a CUDA device: it compares CUDA kernels."
         raise SystemExit(msg)
+    backends = options.backends.split(",") if options.backends else installed()
     rows = []
     for shape in GRID:
-        rows.append(measure(shape, options.rounds))
+        rows.append(measure(shape, backends, options.rounds))
         torch.cuda.empty_cache()
-    grown = growing()
+    grown = growing(backends)
     facts = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "cudnn": torch.backends.cudnn.version(),
         "python": platform.python_version(), "rounds": options.rounds,
     }  # fmt: skip
-    text = table(rows, grown)
+    text = table(rows, backends, grown)
     print(facts)
     print(text)
     if options.out:
@@ -270,7 +298,7 @@ def main() -> None:
             json.dumps({"facts": facts, "rows": rows, "growing_ms": grown}, indent=1) + "\n"
         )
         head = ", ".join(f"{key} {value}" for key, value in facts.items())
-        options.out.with_suffix(".md").write_text(f"<!-- generated by benchmarks/sdpa_grid.py -->\n{head}\n\n{text}\n")
+        options.out.with_suffix(".md").write_text(f"<!-- generated by benchmarks/grid.py -->\n{head}\n\n{text}\n")
 
 
 if __name__ == "__main__":
