@@ -120,7 +120,7 @@ def _files(name: str, distribution: str, module: str, package: str | None) -> di
         f"{module}.py": top / "module.py.txt",
         "README.md": top / "README.md.txt",
         "conformance-xfails.txt": top / "conformance-xfails.txt.txt",
-        "tests/test_claims.py": top / "tests" / "test_claims.py.txt",
+        "tests/test_claims.py": top / "test_claims.py.txt",
     }
     return {path: Template(text.read_text(encoding="utf-8")).substitute(words) for path, text in texts.items()}
 

@@ -265,12 +265,12 @@ def _remembering_outputs(*_device: object) -> Kernel:
 
 def _remembering_keys(*_device: object) -> Kernel:
     """A kernel that counts the real keys once for every tensor."""
-    seen = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+    seen = WeakIdKeyDictionary()
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, *, mask_info: MaskInfo | None, **given: Any) -> Tensor:
         if mask_info is not None and mask_info.keys is not None:
             keys = mask_info.keys
-            kept = seen.setdefault(keys, keys.clone())
+            kept = seen.setdefault(keys, keys.clone())  # type: ignore[no-untyped-call]
             mask_info = attrs.evolve(mask_info, keys=kept)
         return _attend(q, k, v, mask_info=mask_info, **given)
 

@@ -122,7 +122,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
     for kit in session.kits:
         name = kit.backend.name
+        # In the order of the cases, whichever worker's report came first.
+        order = {str(case): place for place, case in enumerate(session.cases[name])}
         records = [each for each in session.records if each["backend"] == name]
+        records.sort(key=lambda each: order[each["case"]])
         checked = [each for each in session.checked if each["backend"] == name]
         text = matrix.render(name, kit.backend.version, str(kit.device), records, checked)
         terminalreporter.section(f"fuseboard: {name}")

@@ -352,9 +352,9 @@ def _unread(kit: Kit, case: Case) -> Outcome:
     assert inputs.info is not None, "asked of structures with keys"
     assert inputs.info.keys is not None, "asked of structures with keys"
     call, _sizes = describe(inputs.q, inputs.k, inputs.v, enable_gqa=True, **inputs.arguments())
-    want = _plain(kit, inputs, case.grad)
     if kit.backend.constraints.form(call) != "structure":
         return Outcome("refused", UNASKED, "it is given the mask written out, and so reads every key")
+    want = _plain(kit, inputs, case.grad)
     poisoned = case.inputs(kit.device)
     padding = ~inputs.info.keys[:, None, :, None]
     with torch.no_grad():
