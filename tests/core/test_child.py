@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import subprocess
 import sys
 import tempfile
 
@@ -419,6 +420,48 @@ def test_an_error_of_the_one_who_listens_ends_the_child(ask, tmp_path):
 
     with pytest.raises(ValueError, match="plugin"):
         ask(AT_IMPORT.format(then="time.sleep(600)"), on_stage=stop)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="a child ends with its parent where the system can be told")
+def test_a_host_that_is_killed_takes_its_child_along(acme, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    end = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    hold = (
+        f"import time; held = open({str(tmp_path / 'pipe')!r}, 'w'); held.write('x'); held.flush(); time.sleep(600)\n"
+    )
+    acme(plugin=hold)
+    code = f"""
+import sys, tempfile
+sys.path[:] = {sys.path!r}
+from fuseboard import child
+from fuseboard.settings import Settings
+tempfile.tempdir = {str(tmp_path)!r}
+child.probe("acme", "cpu", config=Settings(cache="off"), on_stage=lambda stage: print(stage, flush=True))
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"plugin\n"
+        assert select.select([end], [], [], 60)[0]
+        assert os.read(end, 1) == b"x"
+        process.kill()
+
+    assert select.select([end], [], [], 10)[0], "the child lives"
+    assert os.read(end, 1) == b""
+    os.close(end)
+
+
+def test_a_driver_or_library_out_of_order_is_a_fact_and_no_error(monkeypatch):
+    def fail(*_arguments):
+        raise RuntimeError("driver too old\nmore")
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", fail)
+    monkeypatch.setattr(torch.backends.cudnn, "version", fail)
+    found = machine.facts([torch.device("cuda", 0)])
+
+    assert found["cudnn"] == "RuntimeError: driver too old"
+    assert found["devices"] == [
+        {"device": "cuda:0", "name": None, "capability": None, "error": "RuntimeError: driver too old"}
+    ]
 
 
 # ---- survey

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from fuseboard.registry import first_line
+
 __all__ = ["devices", "facts", "sdpa"]
 
 
@@ -22,7 +24,7 @@ def facts(of: Iterable[torch.device] | None = None) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         # Asking for the version loads the library: only where a device may use it.
-        "cudnn": torch.backends.cudnn.version() if any(each.type == "cuda" for each in wanted) else None,  # type: ignore[no-untyped-call]
+        "cudnn": _cudnn() if any(each.type == "cuda" for each in wanted) else None,
         "driver": _driver(),
         "devices": [_device(each) for each in wanted],
     }
@@ -56,9 +58,19 @@ def sdpa() -> dict[str, Any]:
     return state
 
 
+def _cudnn() -> int | str | None:
+    try:
+        return torch.backends.cudnn.version()  # type: ignore[no-any-return, no-untyped-call]
+    except Exception as error:  # noqa: BLE001 - a library that does not fit this torch
+        return first_line(error)
+
+
 def _device(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
-        of = torch.cuda.get_device_properties(device)
+        try:
+            of = torch.cuda.get_device_properties(device)
+        except Exception as error:  # noqa: BLE001 - a driver or a device out of order
+            return {"device": str(device), "name": None, "capability": None, "error": first_line(error)}
         return {"device": str(device), "name": of.name, "capability": [of.major, of.minor], "memory": of.total_memory}
     if device.type == "cpu":
         return {"device": "cpu", "name": _processor(), "capability": torch.backends.cpu.get_cpu_capability()}

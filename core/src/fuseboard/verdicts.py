@@ -155,9 +155,11 @@ def _code(module: str, *, whole: bool) -> Iterator[list[Any]]:
         return
     if spec is None:
         return
-    places = [Path(place) for place in spec.submodule_search_locations or ()] or [Path(spec.origin or "")]
-    files = (each for place in places for each in (_below(place) if place.is_dir() else (place,)))
-    yield from _seen(itertools.islice(files, _MANY_FILES), whole=whole)
+    if spec.submodule_search_locations is None:
+        yield from _seen([Path(spec.origin or "")], whole=whole)
+    else:
+        files = (each for place in spec.submodule_search_locations for each in _below(Path(place)))
+        yield from _seen(itertools.islice(files, _MANY_FILES), whole=whole)
 
 
 def _own() -> list[Path]:
