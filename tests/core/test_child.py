@@ -464,6 +464,13 @@ def test_a_driver_or_library_out_of_order_is_a_fact_and_no_error(monkeypatch):
     ]
 
 
+def test_only_a_device_of_a_known_kind_is_known_to_be_absent():
+    assert machine.lacks(torch.device("cuda:63"))
+    assert not machine.lacks(torch.device("cpu"))
+    assert not machine.lacks(torch.device("cpu:0"))
+    assert not machine.lacks(torch.device("meta"))
+
+
 # ---- survey
 
 

@@ -93,7 +93,7 @@ def _probe(asked: Mapping[str, Any], say: Say) -> dict[str, Any]:
 
     try:
         device = torch.device(asked["device"])
-        if device.type in backend.constraints.devices and device not in machine.devices():
+        if device.type in backend.constraints.devices and machine.lacks(device):
             return _no(f"there is no {device} here: torch sees {', '.join(map(str, machine.devices()))}", "device")
         found = probe.examine(backend, device, reached)
     except SystemExit as error:

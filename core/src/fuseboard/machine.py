@@ -13,7 +13,10 @@ import torch
 
 from fuseboard.registry import first_line
 
-__all__ = ["devices", "facts", "sdpa"]
+__all__ = ["KINDS", "devices", "facts", "lacks", "sdpa"]
+
+KINDS = ("cpu", "cuda", "xpu", "mps")
+"""The kinds of device that `devices` lists."""
 
 
 def facts(of: Iterable[torch.device] | None = None) -> dict[str, Any]:
@@ -42,16 +45,24 @@ def devices() -> list[torch.device]:
     return found
 
 
+def lacks(device: torch.device) -> bool:
+    """Whether a device is known not to be here. A kind that `devices` does not list may be."""
+    here = {(each.type, each.index or 0) for each in devices()}
+    return device.type in KINDS and (device.type, device.index or 0) not in here
+
+
 def sdpa() -> dict[str, Any]:
     """The state of torch's attention that all threads share."""
-    backends = torch.backends.cuda
-    state: dict[str, Any] = {
-        "flash": backends.flash_sdp_enabled(),  # type: ignore[no-untyped-call]
-        "mem_efficient": backends.mem_efficient_sdp_enabled(),  # type: ignore[no-untyped-call]
-        "math": backends.math_sdp_enabled(),  # type: ignore[no-untyped-call]
-        "cudnn": backends.cudnn_sdp_enabled(),  # type: ignore[no-untyped-call]
-        "reduced_precision_math": backends.fp16_bf16_reduction_math_sdp_allowed(),  # type: ignore[no-untyped-call]
+    switches = {
+        "flash": "flash_sdp_enabled",
+        "mem_efficient": "mem_efficient_sdp_enabled",
+        "math": "math_sdp_enabled",
+        "cudnn": "cudnn_sdp_enabled",
+        "reduced_precision_math": "fp16_bf16_reduction_math_sdp_allowed",
     }
+    # Not every version of torch has each.
+    has = {name: ask for name, switch in switches.items() if (ask := getattr(torch.backends.cuda, switch, None))}
+    state: dict[str, Any] = {name: bool(ask()) for name, ask in has.items()}
     order = getattr(torch._C, "_get_sdp_priority_order", None)
     if order is not None:
         state["priority"] = [int(each) for each in order()]
