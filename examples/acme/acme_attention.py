@@ -31,7 +31,7 @@ def info() -> BackendInfo:
 
 @hookimpl
 def constraints() -> Constraints:
-    # What is not claimed is refused: no structures, no gradient of the mask, no dropout, nothing empty.
+    # What is not claimed is refused: no structures, no gradient, no dropout, no shared key heads, nothing empty.
     return Constraints(
         devices={"cpu", "cuda"},
         dtypes={torch.float32, torch.float64},

@@ -59,7 +59,7 @@ def surroundings(folder: Path, wheels: Path) -> dict[str, str]:
         name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "FUSEBOARD_", "PYTEST_"))
     }
     return environ | {
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), str(scripts), os.environ["PATH"]]),
+        "PATH": os.pathsep.join([str(scripts), str(Path(sys.executable).parent), os.environ["PATH"]]),
         "PYTHONPATH": str(view(folder / "view")),
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
