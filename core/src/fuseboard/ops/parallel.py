@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -11,12 +12,14 @@ __all__ = ["Progress", "run_all"]
 
 T = TypeVar("T")
 _GLANCE = 0.2
+_PATIENCE = 3.0
 
 
 def run_all(work: Iterable[Callable[[], T]], jobs: int) -> list[T]:
     """The results of all, `jobs` at a time, in their order; the first error if there is one.
 
-    The threads are daemons: an interrupt ends the command without waiting for a child that hangs.
+    An interrupt is handed on to the threads, so that each ends its child and cleans up; they are daemons, in case one
+    does not.
     """
     todo = list(work)
     results: dict[int, T] = {}
@@ -25,30 +28,50 @@ def run_all(work: Iterable[Callable[[], T]], jobs: int) -> list[T]:
     lock = threading.Lock()
     stop = threading.Event()
 
-    def worker() -> None:
-        while not stop.is_set():
-            with lock:
-                at = next(waiting, None)
-            if at is None:
-                return
-            try:
+    def work_through(ended: threading.Event) -> None:
+        try:
+            while not stop.is_set():
+                with lock:
+                    at = next(waiting, None)
+                if at is None:
+                    return
                 results[at] = todo[at]()
-            except BaseException as error:  # noqa: BLE001 - raised again where the results are wanted
-                errors.append(error)
-                stop.set()
+        except BaseException as error:  # noqa: BLE001 - raised again where the results are wanted
+            errors.append(error)
+            stop.set()
+        finally:
+            ended.set()
 
-    threads = [threading.Thread(target=worker, daemon=True) for _ in range(min(jobs, len(todo)))]
+    ends = [threading.Event() for _ in range(min(jobs, len(todo)))]
+    threads = [threading.Thread(target=work_through, args=(ended,), daemon=True) for ended in ends]
     for thread in threads:
         thread.start()
     try:
-        for thread in threads:
-            while thread.is_alive():
-                thread.join(_GLANCE)  # without a limit, an interrupt would not be seen everywhere
-    finally:
+        _wait(ends)
+    except BaseException:
         stop.set()
+        _interrupt([thread for thread, ended in zip(threads, ends, strict=True) if not ended.is_set()])
+        for ended in ends:
+            ended.wait(_PATIENCE)
+        raise
     if errors:
         raise errors[0]
     return [results[at] for at in range(len(todo))]
+
+
+def _wait(ends: Iterable[threading.Event]) -> None:
+    # Not by `join`: before Python 3.13 an interrupt makes it take a thread that runs for one that has ended
+    # (https://github.com/python/cpython/issues/90882).
+    for ended in ends:
+        while not ended.wait(_GLANCE):  # without a limit, an interrupt would not be seen everywhere
+            pass
+
+
+def _interrupt(threads: Iterable[threading.Thread]) -> None:
+    """Raise KeyboardInterrupt in threads, which Python itself does in the main one only."""
+    for thread in threads:
+        ident = ctypes.c_ulong(thread.ident or 0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(KeyboardInterrupt))
 
 
 class Progress:
