@@ -112,6 +112,12 @@ class Module:
         self.loaded: set[str] = set()
         self.imported: set[str] = set()
         self._late: list[Callable[[], None]] = []
+        # By the identity of a name's list of bindings: what it may stand for, and how far that has been followed.
+        self._meanings: dict[int, frozenset[str]] = {}
+        self._done: set[int] = set()
+        self._seen: set[int] = set()
+        self._busy: set[int] = set()
+        self._cyclic = False
         for statement in tree.body:
             self._read(statement, self.top)
         # Bodies after everything around them, so that a `nonlocal` finds what it speaks of.
@@ -124,46 +130,65 @@ class Module:
 
     def resolve(self, node: ast.AST, scope: Scope) -> frozenset[str]:
         """The full names that `node` may stand for; none when it is no name, or anybody's guess."""
-        return self._resolve(node, scope, frozenset())
-
-    def _resolve(self, node: ast.AST, scope: Scope, busy: frozenset[int]) -> frozenset[str]:
         if isinstance(node, ast.Name):
-            return self._named(node.id, scope, busy)
+            return self._named(node.id, scope)
         if isinstance(node, ast.Attribute):
-            return frozenset(f"{base}.{node.attr}" for base in self._resolve(node.value, scope, busy))
+            return frozenset(f"{base}.{node.attr}" for base in self.resolve(node.value, scope))
         if isinstance(node, ast.Call):
-            return self._called(node, scope, busy)
+            return self._called(node, scope)
         if isinstance(node, ast.Subscript):
-            return self._indexed(node, scope, busy)
+            return self._indexed(node, scope)
         if isinstance(node, ast.IfExp):
-            return self._resolve(node.body, scope, busy) | self._resolve(node.orelse, scope, busy)
+            return self.resolve(node.body, scope) | self.resolve(node.orelse, scope)
         if isinstance(node, ast.BoolOp):
-            return _NOTHING.union(*(self._resolve(each, scope, busy) for each in node.values))
+            return _NOTHING.union(*(self.resolve(each, scope) for each in node.values))
         if isinstance(node, ast.NamedExpr):
-            return self._resolve(node.value, scope, busy)
+            return self.resolve(node.value, scope)
         return _NOTHING
 
-    def _named(self, name: str, scope: Scope, busy: frozenset[int]) -> frozenset[str]:
+    def _named(self, name: str, scope: Scope) -> frozenset[str]:
         bindings = scope.find(name)
         if bindings is None:
             if name in _BUILTINS:
                 return frozenset((f"builtins.{name}",))
             return frozenset(f"{star}.{name}" for star in scope.module.stars)
-        found: set[str] = set()
-        for binding in bindings[:_MOST_MEANINGS]:
-            if binding.name:
-                found.add(binding.name)
-            elif binding.value is not None and binding.scope is not None and id(binding) not in busy:
-                found |= self._resolve(binding.value, binding.scope, busy | {id(binding)})
-        return frozenset(found)
+        key = id(bindings)
+        if key in self._done or key in self._seen:
+            self._cyclic |= key in self._busy
+            return self._meanings[key]
+        self._meanings.setdefault(key, frozenset(each.name for each in bindings if each.name))
+        if self._busy:
+            return self._evaluate(key, bindings)
+        # Names given by one another (`x = x.part`) need a second look; four see through any chain that people write.
+        for _round in range(4):
+            before = self._meanings[key]
+            self._cyclic = False
+            self._seen.clear()
+            self._evaluate(key, bindings)
+            if not self._cyclic or self._meanings[key] == before:
+                break
+        self._done |= self._seen
+        self._seen.clear()
+        return self._meanings[key]
 
-    def _called(self, node: ast.Call, scope: Scope, busy: frozenset[int]) -> frozenset[str]:
+    def _evaluate(self, key: int, bindings: list[Binding]) -> frozenset[str]:
+        self._seen.add(key)
+        self._busy.add(key)
+        found = set(self._meanings[key])
+        for binding in bindings[:_MOST_MEANINGS]:
+            if binding.value is not None and binding.scope is not None:
+                found |= self.resolve(binding.value, binding.scope)
+        self._busy.discard(key)
+        self._meanings[key] = frozenset(found)
+        return self._meanings[key]
+
+    def _called(self, node: ast.Call, scope: Scope) -> frozenset[str]:
         if not node.args:
             return _NOTHING
-        function = self._resolve(node.func, scope, busy)
+        function = self.resolve(node.func, scope)
         if "builtins.getattr" in function and len(node.args) > 1:
             name = constant(node.args[1])
-            return frozenset(f"{base}.{name or '*'}" for base in self._resolve(node.args[0], scope, busy))
+            return frozenset(f"{base}.{name or '*'}" for base in self.resolve(node.args[0], scope))
         text = constant(node.args[0])
         if text and not text.startswith("."):
             if "importlib.import_module" in function:
@@ -171,15 +196,16 @@ class Module:
             if "builtins.__import__" in function:
                 return frozenset((text if len(node.args) + len(node.keywords) > 1 else text.split(".")[0],))
         if "builtins.vars" in function:
-            return frozenset(f"{base}.__dict__" for base in self._resolve(node.args[0], scope, busy))
+            return frozenset(f"{base}.__dict__" for base in self.resolve(node.args[0], scope))
         return _NOTHING
 
-    def _indexed(self, node: ast.Subscript, scope: Scope, busy: frozenset[int]) -> frozenset[str]:
+    def _indexed(self, node: ast.Subscript, scope: Scope) -> frozenset[str]:
         text = constant(node.slice)
         found = set()
-        for base in self._resolve(node.value, scope, busy):
+        for base in self.resolve(node.value, scope):
             if base == "sys.modules":
-                found.add(text or "*")
+                if text or not _is_own_name(node.slice):
+                    found.add(text or "a module of sys.modules")
             elif base.endswith(".__dict__"):
                 found.add(f"{base.removesuffix('__dict__')}{text or '*'}")
             else:
@@ -327,6 +353,11 @@ class Module:
         elif isinstance(target, (ast.Tuple, ast.List)):
             for each, part in pairs(target, value):
                 self._target(each, part, scope)
+
+
+def _is_own_name(node: ast.AST) -> bool:
+    """`__name__`: a module that writes to itself."""
+    return isinstance(node, ast.Name) and node.id in ("__name__", "__package__")
 
 
 def pairs(target: ast.Tuple | ast.List, value: ast.expr | None) -> list[tuple[ast.expr, ast.expr | None]]:
