@@ -182,6 +182,17 @@ def test_the_matrix_has_a_line_for_each_way():
     assert "\n* autocast: no (1 refused)\n" in text
 
 
+def test_failures_are_summed_up_by_kind_the_commonest_first():
+    wrong = {"word": "wrong", "about": "", "case": "b", "detail": "its output is off by 0.31, tolerance 1e-4"}
+    records = [{**wrong, "case": "a"}, {**wrong, "detail": "its output is off by 2e+3, tolerance 1e-4"}]
+    records += [{"word": "raised", "about": "captured", "case": "c", "detail": "RuntimeError: no"}]
+    records += [{"word": "refused", "about": "gqa", "case": "d", "detail": ""}]
+    assert matrix.failures(records) == [
+        "    2 x wrong: its output is off by …, tolerance …, as in a",
+        "    1 x raised (captured): RuntimeError: no, as in c",
+    ]
+
+
 # ---- dropout
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TypedDict
 
 import torch
 
-__all__ = ["Checked", "Record", "check_markers", "render", "write"]
+__all__ = ["Checked", "Record", "check_markers", "failures", "render", "write"]
 
 COLUMNS = (("forward", False, False), ("GQA", True, False), ("backward", False, True), ("GQA backward", True, True))
+SHOWN = 8
+"""Kinds of failure that are listed."""
+_NUMBER = re.compile(r"[-+]?\d+(\.\d+)?(e[-+]?\d+)?")
 LEGEND = (
     "yes: right in every case; dense: right, at some lengths or all by way of the written-out mask; "
     "partly: right, and refused at some lengths; no: refused; FAILS: admitted and not right."
@@ -29,6 +33,8 @@ class Record(TypedDict):
     backward: bool
     crossed: bool
     word: str
+    about: str
+    detail: str
     form: str
 
 
@@ -37,7 +43,10 @@ class Checked(TypedDict):
 
     backend: str
     check: str
+    case: str
     word: str
+    about: str
+    detail: str
 
 
 def render(name: str, version: str, device: str, records: list[Record], checked: list[Checked] | tuple[()] = ()) -> str:
@@ -68,6 +77,19 @@ def _otherwise(checked: list[Checked] | tuple[()]) -> Iterable[str]:
         counts = [f"{right} case{'s' * (right != 1)}"] * bool(right) + [f"{refused} refused"] * bool(refused)
         counts += [f"{failed} failed"] * bool(failed)
         yield f"* {label}: {word} ({', '.join(counts)})"
+
+
+def failures(records: Sequence[Record | Checked]) -> list[str]:
+    """What failed, a line for each kind of failure, the commonest first: a fault shows in hundreds of cases."""
+    kinds: dict[str, list[str]] = {}
+    for each in records:
+        if each["word"] not in ("ok", "refused"):
+            word = f"{each['word']} ({each['about']})" if each["about"] else each["word"]
+            kinds.setdefault(f"{word}: {_NUMBER.sub('…', each['detail'])}", []).append(each["case"])
+    ordered = sorted(kinds.items(), key=lambda item: -len(item[1]))
+    lines = [f"{len(cases):5} x {kind}, as in {cases[0]}" for kind, cases in ordered[:SHOWN]]
+    rest = sum(len(cases) for _, cases in ordered[SHOWN:])
+    return [*lines, f"{rest:5} x others"] if rest else lines
 
 
 def _table(records: list[Record]) -> Iterable[str]:

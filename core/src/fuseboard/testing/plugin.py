@@ -59,7 +59,8 @@ class Session:
         return {
             "backend": kit.backend.name, "case": str(case), "row": case.row,
             "dtype": str(case.dtype).removeprefix("torch."), "gqa": case.kv_heads != case.heads,
-            "backward": bool(case.grad), "crossed": case.crossed, "word": outcome.word, "form": outcome.form,
+            "backward": bool(case.grad), "crossed": case.crossed, "word": outcome.word,
+            "about": outcome.about, "detail": outcome.detail, "form": outcome.form,
         }  # fmt: skip
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -130,6 +131,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         text = matrix.render(name, kit.backend.version, str(kit.device), records, checked)
         terminalreporter.section(f"fuseboard: {name}")
         terminalreporter.write_line(text)
+        failed = matrix.failures([*records, *checked])
+        if failed:
+            terminalreporter.write_line("\n".join(["", "What failed, by kind:", *failed]))
         path = config.getoption("--fuseboard-matrix")
         if path and len({each["case"] for each in records}) == len(session.cases[name]):
             matrix.write(Path(path), name, text)

@@ -117,7 +117,10 @@ def test_surroundings(kit: Kit, check: Check, case: Case, request: pytest.Fixtur
     if outcome.about == UNASKED:
         pytest.skip(outcome.detail)
     session = request.config.stash[KITS]
-    record = {"backend": kit.backend.name, "check": check.label, "word": outcome.word}
+    record = {
+        "backend": kit.backend.name, "check": check.label, "case": f"{check.name}:{case}", "word": outcome.word,
+        "about": outcome.about, "detail": outcome.detail,
+    }  # fmt: skip
     request.node.user_properties.append((CHECKED, record))
     link = session.known(kit, case)
     if outcome.failed and link is not None:

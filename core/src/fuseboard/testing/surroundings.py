@@ -416,8 +416,10 @@ class _CudaGraph:
             torch.cuda.synchronize(self._device)
 
     def record(self, make: Callable[[], _Result]) -> _Result:
-        with torch.cuda.device(self._device), torch.cuda.graph(self._graph, stream=self._stream):
-            return make()
+        # The block around it puts the current stream back: a capture that fails forgets to.
+        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.current_stream(self._device)):
+            with torch.cuda.graph(self._graph, stream=self._stream):
+                return make()
 
     def replay(self) -> None:
         with torch.cuda.device(self._device):
