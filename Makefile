@@ -32,6 +32,7 @@ test: lint types unit kit
 lint: $(VENV)/.ready
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/python -m fuseboard.ops.lint core plugins examples benchmarks
 
 types: $(VENV)/.ready
 	$(BIN)/mypy core/src plugins/*/src

@@ -1,3 +1,4 @@
+# ruff: noqa: PTH100, PTH109, PTH110, PTH112, PTH116, PTH118, PTH119 - paths are shown as given, links stay links
 """`fuseboard lint`: find, in an engine's source, attention that bypasses the board and writes to process-wide state.
 
 Reads sources only: nothing is imported or run, and torch need not be installed. Every finding is a line
@@ -98,7 +99,7 @@ class Options:
         """Whether one of the globs matches the path or a folder above it."""
         if not globs:
             return False
-        parts = Path(os.path.relpath(os.path.abspath(path), os.path.abspath(self.root))).parts  # noqa: PTH100 - keeps links
+        parts = Path(os.path.relpath(os.path.abspath(path), os.path.abspath(self.root))).parts
         return any(_matches(parts, Path(glob).parts) for glob in globs)
 
 
@@ -124,7 +125,7 @@ def _matches_from(parts: Sequence[str], pattern: Sequence[str]) -> bool:
 # ---- one source
 
 
-def lint_source(
+def lint_source(  # noqa: PLR0911 - one return a way of not being a source
     source: bytes, path: str = "<source>", *, kernels: bool = False, own: frozenset[str] = frozenset()
 ) -> list[Finding]:
     """The findings of one source.
@@ -139,29 +140,33 @@ def lint_source(
         encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
         text = source.decode(encoding)
     except (SyntaxError, UnicodeDecodeError, LookupError) as error:
-        return [Finding(path, 1, 1, "FB902", f"its text cannot be decoded ({_first_line(error)}): nothing in it was checked")]
+        return [
+            Finding(
+                path, 1, 1, "FB902", f"its text cannot be decoded ({_first_line(error)}): nothing in it was checked"
+            )
+        ]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the source's own invalid escapes
             tree = ast.parse(source, path)
     except SyntaxError as error:
         line, column = error.lineno or 1, error.offset or 1
-        return [Finding(path, line, max(column, 1), "FB901", f"not valid Python ({error.msg}): nothing in it was checked")]
+        return [
+            Finding(path, line, max(column, 1), "FB901", f"not valid Python ({error.msg}): nothing in it was checked")
+        ]
     except (ValueError, RecursionError, MemoryError) as error:
         what = _first_line(error) or type(error).__name__
         return [Finding(path, 1, 1, "FB901", f"not valid Python ({what}): nothing in it was checked")]
     if not relevant(text, tree):
         return []
     try:
-        found = check(tree, own, exports=os.path.basename(path) == "__init__.py")  # noqa: PTH119
+        found = check(tree, own, exports=os.path.basename(path) == "__init__.py")
     except RecursionError:
         return [Finding(path, 1, 1, "FB902", "nested too deeply to be checked: nothing in it was checked")]
     if kernels:
         found = [each for each in found if each.rule not in KERNEL_RULES]
     lines = text.splitlines() if text.isascii() else io.StringIO(text, newline=None).read().split("\n")
-    findings = [
-        Finding(path, each.line, _column(lines, each), each.rule, each.message) for each in found
-    ]
+    findings = [Finding(path, each.line, _column(lines, each), each.rule, each.message) for each in found]
     if "fuseboard:" not in text:
         return findings
     return _allowed(text, path, found, findings)
@@ -181,10 +186,14 @@ def _allowed(text: str, path: str, found: list[Found], findings: list[Finding]) 
         what = "allow-file" if is_file else "allow"
         if not reason:
             example = f"# fuseboard: {what}(why it must be so)"
-            about.append(Finding(path, line, column, "FB301", f"this {what} has no reason and allows nothing: write {example}"))
+            about.append(
+                Finding(path, line, column, "FB301", f"this {what} has no reason and allows nothing: write {example}")
+            )
         elif not hit:
             where = "this file" if is_file else "this statement"
-            about.append(Finding(path, line, column, "FB302", f"nothing in {where} needs this {what}({reason}): remove it"))
+            about.append(
+                Finding(path, line, column, "FB302", f"nothing in {where} needs this {what}({reason}): remove it")
+            )
         else:
             kept = [at for at in kept if at not in hit]
     return sorted([*(findings[at] for at in kept), *about])
@@ -362,7 +371,9 @@ def _parser() -> Parser:
     parser.add_argument("--select", action="append", metavar="RULES", help="report these only; FB1 is every FB1..")
     parser.add_argument("--ignore", action="append", metavar="RULES", help="do not report these")
     parser.add_argument("--exclude", action="append", metavar="GLOB", help="leave these files and folders out")
-    parser.add_argument("--kernels", action="append", metavar="GLOB", help="places made to call kernels: no FB1.. there")
+    parser.add_argument(
+        "--kernels", action="append", metavar="GLOB", help="places made to call kernels: no FB1.. there"
+    )
     return parser
 
 
@@ -408,7 +419,7 @@ def _configuration(path: str) -> tuple[dict[str, list[str]], str]:
                     msg = f"{file}: {name} in {_TABLE} is {value!r}, expected a list of strings."
                     raise UnusableError(msg)
             return table, str(folder)
-    return {}, os.getcwd()  # noqa: PTH109
+    return {}, os.getcwd()
 
 
 def _table(text: str, file: Path) -> dict[str, Any]:

@@ -61,19 +61,19 @@ class Scope:
         if said == "global":
             scope = self.module
         elif said == "nonlocal":
-            scope = next(
-                (each for each in self.outer() if each.kind == "function" and name in each.names), self.module
-            )
+            scope = next((each for each in self.outer() if each.kind == "function" and name in each.names), self.module)
         scope.names.setdefault(name, []).append(binding)
 
     @property
     def module(self) -> Scope:
+        """The scope of the whole file."""
         scope = self
         while scope.parent is not None:
             scope = scope.parent
         return scope
 
     def outer(self) -> Iterator[Scope]:
+        """The scopes around this one, innermost first."""
         scope = self.parent
         while scope is not None:
             yield scope
@@ -128,7 +128,7 @@ class Module:
 
     # ---- what expressions stand for
 
-    def resolve(self, node: ast.AST, scope: Scope) -> frozenset[str]:
+    def resolve(self, node: ast.AST, scope: Scope) -> frozenset[str]:  # noqa: PLR0911 - one return a kind
         """The full names that `node` may stand for; none when it is no name, or anybody's guess."""
         if isinstance(node, ast.Name):
             return self._named(node.id, scope)
@@ -204,8 +204,8 @@ class Module:
         found = set()
         for base in self.resolve(node.value, scope):
             if base == "sys.modules":
-                if text or not _is_own_name(node.slice):
-                    found.add(text or "a module of sys.modules")
+                if text:  # any other key is anybody's guess, mostly `__name__`
+                    found.add(text)
             elif base.endswith(".__dict__"):
                 found.add(f"{base.removesuffix('__dict__')}{text or '*'}")
             else:
@@ -250,7 +250,7 @@ class Module:
             for child in ast.iter_child_nodes(node):
                 self._read(child, scope)
 
-    def _read_function(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, scope: Scope) -> None:
+    def _read_function(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, scope: Scope) -> None:  # noqa: C901 - one case a part
         inner = self.scopes[node] = Scope("function", scope)
         arguments = node.args
         for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg):
@@ -312,7 +312,7 @@ class Module:
         for part in parts:
             self._read(part, inner)
 
-    def _bind(self, node: ast.AST, scope: Scope) -> None:  # noqa: C901 - one case a form of binding
+    def _bind(self, node: ast.AST, scope: Scope) -> None:  # noqa: C901, PLR0912 - one case a form of binding
         if isinstance(node, ast.Import):
             for alias in node.names:
                 name = alias.asname or alias.name.split(".")[0]
@@ -353,11 +353,6 @@ class Module:
         elif isinstance(target, (ast.Tuple, ast.List)):
             for each, part in pairs(target, value):
                 self._target(each, part, scope)
-
-
-def _is_own_name(node: ast.AST) -> bool:
-    """`__name__`: a module that writes to itself."""
-    return isinstance(node, ast.Name) and node.id in ("__name__", "__package__")
 
 
 def pairs(target: ast.Tuple | ast.List, value: ast.expr | None) -> list[tuple[ast.expr, ast.expr | None]]:

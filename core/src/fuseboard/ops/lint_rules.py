@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from functools import lru_cache
+from functools import cache
 
 __all__ = ["ADVICE", "KERNEL_RULES", "RULES", "WORDS", "is_attention_kernel", "of_environment", "of_name", "of_write"]
 
@@ -63,7 +63,8 @@ _PACKAGES = {
     "sageattention": r"sageattn\w*",
     "sageattn3": r"sageattn3\w*",
     "spas_sage_attn": r"\w*(?:sage|sparse)\w*attn\w*|spas_sage\w+",
-    "flashinfer": r"(?:single|batch)_\w+_with_\w*kv_cache\w*|Batch(?:Prefill|Decode|Attention)\w*|trtllm_\w*attention\w*",
+    "flashinfer": r"(?:single|batch)_\w+_with_\w*kv_cache\w*"
+    r"|Batch(?:Prefill|Decode|Attention)\w*|trtllm_\w*attention\w*",
     "natten": r"na[123]d(?!_)|na[123]d_(?:qk|av|fmha)|neighborhood_attention\w*|NeighborhoodAttention\w+|attention",
     "aiter": r"(?:flash_attn|mha|fmha)_\w+|\w+_flash_attn\w*",
     "torch_npu": r"npu_\w*(?:attention|flash)\w*",
@@ -84,6 +85,7 @@ _ATTENTIONS = (
     r"_?scaled_dot_product_(?!.*backward)\w*attention\w*|_(?:flash|efficient|cudnn)_attention_(?:forward|backward)\w*"
     r"|_scaled_dot_product_\w*backward\w*"
 )
+# ruff: noqa: ISC004 - a pattern on several lines
 _NAMED: tuple[tuple[str, str], ...] = (
     (
         "FB101",
@@ -148,10 +150,32 @@ _ENVIRONMENT = re.compile(
 # A source without one of these words and without a write to an imported name has no finding. Plain words: a search for
 # each is many times as fast as one pattern with all of them.
 WORDS = (
-    *("scaled_dot", "flash_attention_for", "efficient_attention_", "cudnn_attention_", "flash_attention_b", "flex_attention", "varlen_attn", "vllm_fa"),
+    *(
+        "scaled_dot",
+        "flash_attention_for",
+        "efficient_attention_",
+        "cudnn_attention_",
+        "flash_attention_b",
+        "flex_attention",
+        "varlen_attn",
+        "vllm_fa",
+    ),
     *(f"{before}{name}" for name in (*_PACKAGES, "aten") for before in " .,'\"\t"),
     *("MultiheadAttention", "nn.Transformer", "TransformerEncoder", "TransformerDecoder", "multi_head_attention"),
-    *("transformer_encoder_layer", "sdpa_kernel", "sdp_kernel", "flash_sdp", "efficient_sdp", "cudnn_sdp", "math_sdp", "_sdp_", "_C._set", "import _set", "seed", "setstate"),
+    *(
+        "transformer_encoder_layer",
+        "sdpa_kernel",
+        "sdp_kernel",
+        "flash_sdp",
+        "efficient_sdp",
+        "cudnn_sdp",
+        "math_sdp",
+        "_sdp_",
+        "_C._set",
+        "import _set",
+        "seed",
+        "setstate",
+    ),
     *("set_default_", "set_float32", "set_num_", "set_flush", "set_deterministic", "set_warn", "set_print", "set_sync"),
     *("set_state", "set_rng", "use_deterministic", "flags", "preferred_", "py_impl", "py_functionalize"),
     *("flash_attention_impl", "_fa3", "_fa4", "setattr", "delattr", "environ", "putenv", "unsetenv", "mock"),
@@ -159,7 +183,7 @@ WORDS = (
 )
 
 
-@lru_cache(maxsize=None)
+@cache
 def of_name(name: str) -> str | None:
     """The rule against calling or handing on what has this full name, or None."""
     return next((rule for rule, pattern in _MATCHERS if pattern.fullmatch(name)), None)

@@ -31,6 +31,7 @@ _LOOKS = frozenset(
         *("inspect.getmodule", "inspect.isfunction", "inspect.unwrap"),
     }
 )
+_SETS = frozenset({"builtins.setattr", "builtins.delattr"})
 _SITES = frozenset({"fuseboard.Site", "fuseboard.site.Site"})
 _ENVIRON = re.compile(r"os\.(?:environ\.(?:setdefault|pop|update|__setitem__)|putenv|unsetenv)")
 _PATCH = re.compile(r"(?:unittest\.)?mock\.patch(?:\.object)?")
@@ -76,7 +77,7 @@ def relevant(text: str, tree: ast.Module) -> bool:
     return any(word in text for word in WORDS) or _writes_to_imports(tree)
 
 
-def _writes_to_imports(tree: ast.Module) -> bool:
+def _writes_to_imports(tree: ast.Module) -> bool:  # noqa: C901 - one case a statement
     """Whether an attribute is written to a name that an import may have given, under whatever alias."""
     written: set[str] = set()
     given: set[str] = set()
@@ -336,9 +337,7 @@ class _Walk:
             if handed_on or (self.exports and name not in self.module.loaded):
                 self.named(alias, {f"{node.module}.{alias.name}"}, "re-exported")
 
-    def assign(
-        self, given: list[tuple[ast.expr, ast.expr | None]], value: ast.expr | None, scope: Scope
-    ) -> None:
+    def assign(self, given: list[tuple[ast.expr, ast.expr | None]], value: ast.expr | None, scope: Scope) -> None:
         """Targets and what they get. An alias by a plain name is followed; one that leaves this file is reported."""
         uses = {}
         while given:
@@ -447,9 +446,7 @@ class _Walk:
             node = node.left
         self.expression(node, scope, VALUE)
 
-    def comprehension(
-        self, node: ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp, scope: Scope
-    ) -> None:
+    def comprehension(self, node: ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp, scope: Scope) -> None:
         inner = self.module.scopes[node]
         for position, each in enumerate(node.generators):
             self.expression(each.iter, inner if position else scope, VALUE)
@@ -494,12 +491,13 @@ class _Walk:
             else:
                 self.expression(keyword.value, scope, LOOK)
 
-    def special(self, node: ast.Call, names: frozenset[str], scope: Scope) -> None:
+    def special(self, node: ast.Call, names: frozenset[str], scope: Scope) -> None:  # noqa: C901, PLR0912 - one case each
         """Calls that write, and calls that depend on an argument."""
         args = node.args
         method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-        if names & {"builtins.setattr", "builtins.delattr"} or (
-            method in ("__setattr__", "__delattr__") and names & {"builtins.object." + method, "types.ModuleType." + method}
+        if names & _SETS or (
+            method in ("__setattr__", "__delattr__")
+            and names & {"builtins.object." + method, "types.ModuleType." + method}
         ):
             self.sets(node, args, scope)
         elif method in ("__setattr__", "__delattr__") and isinstance(node.func, ast.Attribute) and args:
@@ -510,6 +508,8 @@ class _Walk:
                 self.written(node, {text}, "replaced")
             else:
                 self.sets(node, args, scope)
+        if "functools.partial" in names and args and self.module.resolve(args[0], scope) & _SETS:
+            self.sets(node, args[1:], scope)
         for name in sorted(names):
             if name.endswith((".__dict__.update", ".__dict__.setdefault", ".__dict__.pop")):
                 self.written(node, {f"{name.rsplit('.__dict__.', 1)[0]}.*"}, "assigned")
