@@ -18,9 +18,11 @@ from boards import KERNEL, Board
 from pages import BLOCK, PAGES, printed
 
 import fuseboard
-from fuseboard import settings
+from fuseboard import child, settings
 from fuseboard.ops import cli, environment, parallel, table
+from fuseboard.ops.row import Row
 from fuseboard.probe import _in_range
+from fuseboard.registry import Entry, Registry
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,7 +36,7 @@ KERNELS = {
     "crash": "import ctypes\nctypes.string_at(0)\n",
     "abort": "import os\nos.abort()\n",
     "hang": "import time\nwhile True:\n    time.sleep(0.1)\n",
-    "loud": f"import sys\nfor _ in range(40000): print('x' * 99)\nprint('last words', file=sys.stderr)\n{KERNEL}",
+    "loud": f"for _ in range(40000): print('x' * 99)\nprint('last words')\n{KERNEL}",
     "liar": "__version__ = '1.0'\ndef attend(): pass\n",
     "wrong": KERNEL.replace("return ", "return 1.1 * "),
 }
@@ -48,12 +50,13 @@ def sick(tmp_path_factory):
     for name, kernel in KERNELS.items():
         made.plugin(name, kernel)
     made.plugin("syntax", plugin="def info(:\n")
+    made.plugin("stuck", plugin=KERNELS["hang"])
     made.plugin("absent", kernel=None)
     made.plugin("far", kernel=None, devices=("cuda",))
     made.plugin("shut")
     made.plugin("twice", distribution="twice-a")
     made.distribution("twice-b", entry_points="twice = somewhere_else")
-    names = ["good", *KERNELS, "syntax", "absent", "far", "shut", "twice"]
+    names = ["good", *KERNELS, "syntax", "stuck", "absent", "far", "shut", "twice"]
     made.names = names
     chosen = [word for name in names for word in ("--backend", name)]
     made.done = made.run(
@@ -80,8 +83,8 @@ def states(found):
 def test_each_kind_of_plugin_has_its_state(states):
     assert {name: each["state"] for name, each in states.items()} == {
         "good": "works", "crash": "broken", "abort": "broken", "hang": "broken", "loud": "works", "liar": "broken",
-        "wrong": "broken", "syntax": "faulty", "absent": "not installed", "far": "other device", "shut": "blocked",
-        "twice": "works",
+        "wrong": "broken", "syntax": "faulty", "stuck": "faulty", "absent": "not installed", "far": "other device",
+        "shut": "blocked", "twice": "works",
     }  # fmt: skip
 
 
@@ -123,7 +126,9 @@ def test_only_known_bad_combinations_of_what_is_installed_are_listed(states):
 
 def test_a_plugin_that_cannot_be_loaded_is_faulty_and_not_tried(states):
     assert "SyntaxError" in states["syntax"]["reason"]
-    assert states["syntax"]["devices"] == []
+    assert states["stuck"]["reason"] == "did not end within 2 s during the import of its plugin"
+    for name in ("syntax", "stuck"):
+        assert states[name]["devices"] == []
 
 
 def test_an_absent_kernel_package_is_told_apart_from_a_broken_one(states):
@@ -178,7 +183,7 @@ def test_settings_are_shown_with_their_source_and_a_wrong_one_with_its_problem(s
 def test_the_sum_of_it_is_status_1_and_a_sentence(sick, found):
     assert sick.done.returncode == found["status"] == 1
     assert found["summary"] == (
-        "broken: crash, abort, hang, liar, wrong; faulty: syntax; ignored plugins: twice; "
+        "broken: crash, abort, hang, liar, wrong; faulty: syntax, stuck; ignored plugins: twice; "
         "wrong settings: FUSEBOARD_DEBUG"
     )
 
@@ -284,6 +289,16 @@ def test_what_a_child_printed_is_shown_when_its_backend_is_asked_about(found):
     assert "last words" not in table.plain(list(table.sections(loud)), 80)
     assert "printed on cpu:\n" in table.plain(list(table.sections(loud, whole=True)), 80)
     assert table.plain(list(table.sections(loud, whole=True)), 80).count("last words") == 1
+
+
+def test_what_a_package_says_cannot_steer_the_terminal(found):
+    (broken,) = (each for each in found["backends"] if each["name"] == "liar")
+    (at,) = broken["devices"]
+    rude = broken | {"version": "1\x1b[2J", "devices": [at | {"reason": "one\x1b]0;title\x07 two\rthree\u202e"}]}
+    text = table.plain(list(table.sections(found | {"backends": [rude]})), 80)
+
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f\u202e]", text)
+    assert "one\ufffd]0;title\ufffd two\ufffdthree\ufffd" in text
 
 
 class Terminal(io.StringIO):
@@ -476,16 +491,6 @@ def test_every_way_in_which_an_import_breaks_is_a_reason_of_one_line(board):
 
 
 @pytest.mark.slow
-def test_a_plugin_module_that_hangs_ends_the_command_all_the_same(board):
-    board.plugin("stuck", plugin=KERNELS["hang"])
-    done = board.run("doctor", "--json", "--backend", "stuck", "--timeout", "1")
-    (stuck,) = json.loads(done.stdout)["backends"]
-
-    assert (done.returncode, stuck["state"]) == (1, "faulty")
-    assert "did not end within 20 s" in stuck["reason"]
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the page shows a machine without a GPU")
 def test_the_page_shows_the_backends_and_parts_that_are_printed_now(tmp_path):
     (shown,) = (each["output"] for each in BLOCK.finditer(PAGES[0].read_text()) if each["arguments"] == "doctor")
@@ -497,6 +502,73 @@ def test_the_page_shows_the_backends_and_parts_that_are_printed_now(tmp_path):
 
     assert skeleton(shown) == skeleton(now), "write the page anew: python tests/ops/pages.py"
     assert max(map(len, now.splitlines())) <= 80
+
+
+# ---- GPUs
+
+
+@pytest.fixture(scope="module")
+def said():
+    """What fuseboard-flash declares, for a row of a machine that need not be this one."""
+    return child.declare("flash3")
+
+
+def row_of(said, devices, *answers):
+    entry = Entry("flash3", lambda: pytest.fail("loaded"), "fuseboard-flash", "0.1.0")
+    made = Row("flash3", Registry([entry], settings.Settings()), [entry])
+    made.take(said, devices)
+    for device, answer in answers:
+        made.found(device, answer)
+    return made
+
+
+GPUS = [
+    {"device": "cpu", "capability": "AVX512"},
+    {"device": "cuda:0", "capability": [8, 0]},
+    {"device": "cuda:1", "capability": [9, 0]},
+    {"device": "cuda:2", "capability": [9, 0]},
+]
+
+
+def test_a_gpu_of_another_generation_is_another_device_and_needs_no_child(said):
+    absent = row_of(said, GPUS)
+    data = absent.as_dict()
+
+    assert [(each["device"], each["state"]) for each in data["devices"]] == [
+        ("cpu", "other device"), ("cuda:0", "other device"), ("cuda:1", "not installed"), ("cuda:2", "not installed"),
+    ]  # fmt: skip
+    assert data["devices"][1]["reason"] == "needs compute capability 9.0 to 9.0, cuda:0 has 8.0"
+    assert (data["state"], absent.unknown) == ("not installed", [])
+    only = row_of(said, GPUS[:2]).as_dict()
+    assert (only["state"], only["reason"]) == ("other device", data["devices"][1]["reason"])
+    assert table._about(only).endswith("needs compute capability 9.0 to 9.0, cuda:0 has 8.0")
+
+
+def test_one_broken_device_makes_a_backend_broken_and_is_named(said):
+    said = said | {"info": said["info"] | {"requires": {}}}
+    answers = [("cuda:2", child.Answer(ok=False, reason="crashed", stage="crash")), ("cuda:1", child.Answer(ok=True))]
+    made = row_of(said, GPUS, *answers)
+    data = made.as_dict()
+
+    assert made.unknown == ["cuda:1", "cuda:2"]
+    assert [each["state"] for each in data["devices"]] == ["other device", "other device", "works", "broken"]
+    assert (data["state"], data["reason"]) == ("broken", "crashed")
+    assert table._where(data) == "cuda:2"
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_backend_works_there_and_on_the_cpu(board):
+    done = board.run("doctor", "--json", "--backend", "sdpa-math", "--backend", "sdpa-efficient")
+    data = json.loads(done.stdout)
+    states = {(each["name"], at["device"]): at["state"] for each in data["backends"] for at in each["devices"]}
+
+    assert done.returncode == 0, data["summary"]
+    assert states["sdpa-math", "cpu"] == states["sdpa-math", "cuda:0"] == states["sdpa-efficient", "cuda:0"] == "works"
+    assert states["sdpa-efficient", "cpu"] == "other device"
+    (gpu,) = (each for each in data["devices"] if each["device"] == "cuda:0")
+    assert gpu["memory"] > 0
+    assert len(gpu["capability"]) == 2
+    assert data["torch"]["driver"]
 
 
 # ---- parts

@@ -37,8 +37,8 @@ JOBS = 2
 """Children at once. The self-tests of kernels on one GPU share it, so that more would mostly wait for each other."""
 
 SURVEY_LIMIT = 120.0
-DECLARE_LIMITS = (20.0, 60.0)
-"""Seconds for the children that only load torch, or a plugin's module after it: never less, and never more."""
+DECLARE_LIMIT = 60.0
+"""Seconds for the children that only load torch, or a plugin's module after it, which is text."""
 
 EPILOG = """\
 states:
@@ -220,7 +220,7 @@ def _ask(
     progress: Progress,
 ) -> None:
     """Let every plugin that is not blocked declare itself, then try each on the devices that it is made for."""
-    limit = max(DECLARE_LIMITS[0], min(asked.timeout or DECLARE_LIMITS[1], DECLARE_LIMITS[1]))
+    limit = min(asked.timeout or DECLARE_LIMIT, DECLARE_LIMIT)
 
     def declare(row: Row) -> None:
         progress.say(f"{row.name}: what it declares")

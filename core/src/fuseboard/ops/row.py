@@ -114,9 +114,10 @@ class Row:
         if self.state is not None:
             return self.state, self._reason or None
         for state in (BROKEN, WORKS, ABSENT, ELSEWHERE):
-            for each in self._devices:
-                if each["state"] == state:
-                    return state, each["reason"]
+            reasons = [each["reason"] for each in self._devices if each["state"] == state]
+            if reasons:
+                # Which generation of GPU it needs says more than that it is not for the CPU, which comes first.
+                return state, reasons[-1 if state == ELSEWHERE else 0]
         return NOT_ASKED, None
 
     def as_dict(self) -> dict[str, Any]:

@@ -88,8 +88,18 @@ def sections(found: Mapping[str, Any], *, whole: bool = False) -> Iterator[Secti
         _more(found),
     ):
         if part.rows or part.items:
-            yield part
-    yield Section("", items=[(found["summary"][0].upper() + found["summary"][1:] + ".", ())])
+            yield Section(
+                part.title,
+                [[_harmless(cell) for cell in row] for row in part.rows],
+                [(_harmless(text), [_harmless(line) for line in lines]) for text, lines in part.items],
+            )
+    summary = _harmless(found["summary"])
+    yield Section("", items=[(f"{summary[0].upper()}{summary[1:]}.", ())])
+
+
+def _harmless(text: str) -> str:
+    """Without what would steer a terminal: names, versions and reasons are other people's text."""
+    return "".join(each if each.isprintable() else "\ufffd" for each in text)
 
 
 def _machine(found: Mapping[str, Any]) -> Section:
