@@ -417,9 +417,9 @@ class _CudaGraph:
 
     def record(self, make: Callable[[], _Result]) -> _Result:
         # The block around it puts the current stream back: a capture that fails forgets to.
-        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.current_stream(self._device)):
-            with torch.cuda.graph(self._graph, stream=self._stream):
-                return make()
+        outside = torch.cuda.stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.device(self._device), outside, torch.cuda.graph(self._graph, stream=self._stream):
+            return make()
 
     def replay(self) -> None:
         with torch.cuda.device(self._device):
