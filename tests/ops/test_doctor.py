@@ -446,9 +446,7 @@ def test_an_environment_without_any_plugin_is_no_disaster(board):
     data = json.loads(done.stdout)
 
     assert (done.returncode, data["backends"], data["faults"]) == (0, [], [])
-    assert data["summary"] == (
-        "no backend is installed: every call is answered by the reference. Start: pip install --no-deps fuseboard-sdpa"
-    )
+    assert data["summary"] == "no backend is installed: every call is answered by the reference"
     names = {each["name"] for each in data["available"]}
     assert {"flash", "xformers", "sage", "sdpa-cpu"} <= names
     assert "sdpa-cpu, sdpa-cudnn" in table.plain(list(table.sections(data)), 80)
