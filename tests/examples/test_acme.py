@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -16,6 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # for `clean`
 from clean import ROOT, copy, run, surroundings, wheel
 
 from fuseboard.ops import scaffold
+from fuseboard.registry import Entry, Registry
+from fuseboard.settings import Settings
 
 EXAMPLE = ROOT / "examples" / "acme"
 PAGE = ROOT / "docs" / "kernel-authors.md"
@@ -99,6 +102,18 @@ def test_the_example_is_what_the_tool_writes_with_the_pages_code_put_in(written)
     example = [line for line in (EXAMPLE / "pyproject.toml").read_text().splitlines() if "description" not in line]
     assert [line for line in kept if not line.startswith("#")] == example
     assert (written / "conformance-xfails.txt").read_text() == (EXAMPLE / "conformance-xfails.txt").read_text()
+
+
+def test_the_hooks_page_is_one_plugin_without_a_fault():
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "hooks.md").read_text(), re.MULTILINE | re.DOTALL)
+    plugin = ModuleType("page")
+    exec("\n".join(blocks), vars(plugin))
+    board = Registry([Entry("page", lambda: plugin)], Settings())
+    backend = board.resolve("page")
+
+    assert board.faults == []
+    assert backend is not None
+    assert (backend.install("2.9"), len(backend.known_bad)) == ("pip install --no-deps acme-kernel", 1)
 
 
 def test_the_page_names_every_word_in_which_a_case_can_end():

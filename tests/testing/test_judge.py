@@ -39,7 +39,7 @@ RARE = {
 OTHERWISE = {
     "remembers_outputs", "remembers_keys", "asks_for_lengths", "reads_padding", "fails_when_recomputed",
     "saves_otherwise_when_recomputed", "keeps_inference_tensors", "differentiates_leaves_only",
-    "fails_behind_a_compiler", "drifts",
+    "fails_behind_a_compiler", "allocates_on_the_current_device", "drifts",
 }  # fmt: skip
 """Right when called plainly; `test_surroundings` catches them."""
 

@@ -44,6 +44,8 @@ def test_a_liar_is_red_and_the_message_names_case_and_reason(kit):
     done = kit("drops-the-mask", f"{LIARS}.drops_the_mask", "-k", "test_case and 33x33 and bool")
     assert done.returncode == 1
     assert "drops-the-mask/float32-33x33-d32-bool.bhqk: dropped argument (mask): mask was moved" in done.stdout
+    assert "What failed, by kind:\n" in done.stdout
+    assert " x dropped argument (mask): mask was moved, and the output stayed where it was, as in float" in done.stdout
     assert "| bool mask | FAILS |" in done.stdout
 
 
@@ -79,6 +81,15 @@ def test_a_known_failure_is_expected_and_named_with_its_link(kit, tmp_path):
     done = kit("narrow", "double_source:liar", "-k", "test_case and 33x33 and not grad", "-rx", source=NARROW)
     assert "XFAIL" in done.stdout
     assert "known, https://example.org/1: wrong: its output is off by 0.01, tolerance 0.0001" in done.stdout
+
+
+def test_a_call_that_fails_only_when_it_is_made_otherwise_has_a_line_of_its_own(kit, tmp_path):
+    name = "remembers-outputs/overwritten:float32-1x65-d32"
+    (tmp_path / "ledger.txt").write_text(f"{name} https://example.org/2\n")
+    options = ("-k", "overwritten:float32-1x65-d32", "--fuseboard-xfails", "ledger.txt", "-rx")
+    done = kit("remembers-outputs", f"{LIARS}.remembers_outputs", *options)
+    assert done.returncode == 0, done.stdout
+    assert "known, https://example.org/2: dropped argument (q and k and v): it was overwritten in place" in done.stdout
 
 
 def test_a_known_failure_that_passes_is_an_error(kit, tmp_path):

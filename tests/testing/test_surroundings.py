@@ -145,6 +145,19 @@ def test_on_cuda_a_kernel_that_waits_is_caught_and_the_device_lives_on():
         assert kit.judge(chosen[0]).word == "ok"
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_kernel_that_works_on_the_current_device_only_is_caught_when_that_is_another():
+    with doubles.registered(doubles.liars.allocates_on_the_current_device, doubles.loopback):
+        for name, want in (
+            ("allocates-on-the-current-device", ("raised", "another device current")),
+            ("loopback", ("ok", "")),
+        ):
+            kit = Kit.open(name, "cuda:0")
+            found = [judge(kit, CHECKS["elsewhere"], case) for case in few(kit.backend.constraints)]
+            assert {(each.word, each.about) for each in found} == {want}
+
+
 # ---- what the checks leave behind, and what is written of them
 
 

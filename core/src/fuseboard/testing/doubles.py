@@ -336,6 +336,11 @@ def _behind_no_compiler(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor
     return _attend(q, k, v, **given)
 
 
+def _on_the_current_device(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
+    """A kernel whose workspace is on whichever device is current."""
+    return _attend(q * torch.ones(1, dtype=q.dtype, device=q.device.type), k, v, **given)
+
+
 def _drifting(*_device: object) -> Kernel:
     """A kernel whose workspace is not zeroed between calls."""
     workspace: dict[object, float] = {}
@@ -379,6 +384,7 @@ liars = SimpleNamespace(
     keeps_inference_tensors=_liar("keeps-inference-tensors", hooks={"kernel": _keeping_ones}),
     differentiates_leaves_only=_liar("differentiates-leaves-only", _for_leaves_only),
     fails_behind_a_compiler=_liar("fails-behind-a-compiler", _behind_no_compiler),
+    allocates_on_the_current_device=_liar("allocates-on-the-current-device", _on_the_current_device),
     drifts=_liar("drifts", hooks={"kernel": _drifting}),
     refuses_everything=_liar("refuses-everything", queries=()),
 )
