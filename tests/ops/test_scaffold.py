@@ -136,6 +136,7 @@ def test_an_installed_kernel_package_is_imported_by_its_own_name(folder):
 def test_names_that_python_cannot_say_get_a_module_that_it_can(folder):
     assert scaffold.main(["3d.fast-attn", "--path", "here"]) == 0
     assert (folder / "here" / "fuseboard_3d_fast_attn_attention.py").is_file()
+    assert '\n"3d.fast-attn" = "fuseboard_3d_fast_attn_attention"\n' in (folder / "here" / "pyproject.toml").read_text()
 
 
 # ---- what it refuses

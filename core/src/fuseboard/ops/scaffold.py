@@ -98,6 +98,7 @@ def _module(distribution: str, package: str | None) -> str:
 def _files(name: str, distribution: str, module: str, package: str | None) -> dict[str, str]:
     """Every file's path and text."""
     words = {"name": name, "distribution": distribution, "module": module}
+    words["key"] = f'"{name}"' if "." in name else name  # a bare dot in TOML begins a table
     words |= {"imports": "", "requires": "", "extra": "", "install": "", "load": "return attend"}
     if package is not None:
         imported = _import_name(package)
