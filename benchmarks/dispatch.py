@@ -241,10 +241,8 @@ def torch_cases() -> Iterator[Case]:
 
     names: dict[str, Any] = {name: torch.randn(1, 2, 4, 8) for name in "qkv"}
     names |= {"sdpa": sdpa, "plain": plain, "op": op}
-    names |= {
-        "sdpa_kernel": sdpa_kernel,
-        "FLASH": SDPBackend.FLASH_ATTENTION,
-    }  # fuseboard: allow(its price is measured)
+    names["sdpa_kernel"] = sdpa_kernel  # fuseboard: allow(its price is measured)
+    names["FLASH"] = SDPBackend.FLASH_ATTENTION
     hand = "sdpa(q, k, v)"
     yield Case("a Python function of fuseboard's signature, no more", "plain(q, k, v, site=None)", hand, names)
     yield Case("torch sdpa_kernel(...) around the call", f"with sdpa_kernel(FLASH):\n    {hand}", hand, names)

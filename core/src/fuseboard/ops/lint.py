@@ -154,15 +154,16 @@ def lint_source(  # noqa: PLR0911 - one return a way of not being a source
         return [
             Finding(path, line, max(column, 1), "FB901", f"not valid Python ({error.msg}): nothing in it was checked")
         ]
-    except (ValueError, RecursionError, MemoryError) as error:
-        what = _first_line(error) or type(error).__name__
-        return [Finding(path, 1, 1, "FB901", f"not valid Python ({what}): nothing in it was checked")]
+    except ValueError as error:  # null bytes, before Python 3.12
+        return [Finding(path, 1, 1, "FB901", f"not valid Python ({error}): nothing in it was checked")]
+    except (RecursionError, MemoryError):
+        return [Finding(path, 1, 1, "FB902", "nested too deeply to be read: nothing in it was checked")]
     if not relevant(text, tree):
         return []
     try:
         found = check(tree, own, exports=os.path.basename(path) == "__init__.py")
     except RecursionError:
-        return [Finding(path, 1, 1, "FB902", "nested too deeply to be checked: nothing in it was checked")]
+        return [Finding(path, 1, 1, "FB902", "nested too deeply to be read: nothing in it was checked")]
     if kernels:
         found = [each for each in found if each.rule not in KERNEL_RULES]
     lines = text.splitlines() if text.isascii() else io.StringIO(text, newline=None).read().split("\n")

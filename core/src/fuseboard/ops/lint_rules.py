@@ -128,7 +128,7 @@ _NAMED: tuple[tuple[str, str], ...] = (
         r"(?:manual_seed(?:_all)?|seed(?:_all)?|set_rng_state(?:_all)?)"
         r"|torch\.(?:random\.)?default_generator\.(?:manual_seed|seed|set_state)"
         r"|torch\.cuda\.default_generators\[\]\.(?:manual_seed|seed|set_state)"
-        r"|random\.(?:seed|setstate)|numpy\.random\.(?:seed|set_state)"
+        r"|torch_xla(?:\.\w+)*\.set_rng_state|random\.(?:seed|setstate)|numpy\.random\.(?:seed|set_state)"
         r"|(?:transformers|diffusers|accelerate)(?:\.\w+)*\.(?:set_seed|enable_full_determinism)"
         r"|(?:pytorch_)?lightning(?:\.\w+)*\.seed_everything",
     ),

@@ -258,9 +258,9 @@ class _Walk:
         elif isinstance(node, ast.ClassDef):
             self.definition(node, scope)
         elif isinstance(node, ast.Assign):
-            self.assign([(target, node.value) for target in node.targets], node.value, scope)
+            self.assign([(target, node.value) for target in node.targets], scope)
         elif isinstance(node, ast.AnnAssign):
-            self.assign([(node.target, node.value)], node.value, scope)
+            self.assign([(node.target, node.value)], scope)
         elif isinstance(node, ast.AugAssign):
             self.target(node.target, scope, "assigned")
             self.expression(node.value, scope, VALUE)
@@ -337,29 +337,29 @@ class _Walk:
             if handed_on or (self.exports and name not in self.module.loaded):
                 self.named(alias, {f"{node.module}.{alias.name}"}, "re-exported")
 
-    def assign(self, given: list[tuple[ast.expr, ast.expr | None]], value: ast.expr | None, scope: Scope) -> None:
+    def assign(self, given: list[tuple[ast.expr, ast.expr | None]], scope: Scope) -> None:
         """Targets and what they get. An alias by a plain name is followed; one that leaves this file is reported."""
-        uses = {}
-        while given:
-            target, part = given.pop(0)
+        uses: dict[ast.expr, str] = {}
+        todo = list(reversed(given))
+        while todo:
+            target, part = todo.pop()
+            if isinstance(target, ast.Starred):
+                todo.append((target.value, part))
+                continue
             if isinstance(target, (ast.Tuple, ast.List)):
-                given = [*pairs(target, part), *given]
-                if part is not None and given[: len(target.elts)] == pairs(target, None):
-                    uses[part] = VALUE
-                continue
-            use = VALUE
-            if isinstance(target, ast.Name):
+                parts = pairs(target, part)
+                todo += reversed(parts)
+                # Unpacked from something that is not written out here: whatever is in it is handed on.
+                use = VALUE if all(each is None for _, each in parts) else LOOK
+                part = part if use == VALUE else None
+            elif isinstance(target, ast.Name):
                 use = VALUE if self.leaves(target.id, scope) else ALIAS
-            elif isinstance(target, ast.Starred):
-                given.insert(0, (target.value, part))
-                continue
-            elif self.target(target, scope, "assigned"):
-                use = LOOK
+            else:
+                use = LOOK if self.target(target, scope, "assigned") else VALUE
             if part is not None:
                 uses[part] = VALUE if VALUE in (use, uses.get(part)) else use
-        for part, use in uses.items():
-            self.expression(part, scope, use)
-        del value
+        for each, use in uses.items():
+            self.expression(each, scope, use)
 
     def leaves(self, name: str, scope: Scope) -> bool:
         """Whether what gets this name can be used from outside the file, or by an attribute of a class."""
