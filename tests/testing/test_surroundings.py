@@ -56,7 +56,9 @@ def test_each_liar_is_caught_for_its_own_reason(liar):
 def test_such_a_liar_is_right_when_its_calls_are_made_plainly(liar):
     with doubles.registered(getattr(doubles.liars, liar)):
         kit = Kit.open(getattr(doubles.liars, liar).name, "cpu")
-        assert [str(case) for case in few(kit.backend.constraints) if kit.judge(case, kit.attention).failed] == []
+        assert [
+            str(case) for case in few(kit.backend.constraints, kit.device) if kit.judge(case, kit.attention).failed
+        ] == []
 
 
 @pytest.mark.parametrize("name", [name for name, check in CHECKS.items() if name not in ("captured", "elsewhere")])
@@ -71,7 +73,7 @@ def test_the_reference_as_a_backend_passes(name):
 def on_tape(double, wants=lambda _case: True):
     with doubles.registered(double):
         kit = Kit.open(double.name, "cpu")
-        chosen = [case for case in few(kit.backend.constraints) if wants(case)]
+        chosen = [case for case in few(kit.backend.constraints, kit.device) if wants(case)]
         return [judge(kit, attrs.evolve(CHECKS["captured"], run=lambda kit, case: captured(kit, case, Tape)), case)
                 for case in chosen]  # fmt: skip
 
@@ -130,7 +132,7 @@ def test_off_cuda_a_capture_is_skipped_with_its_reason():
 def test_on_cuda_the_reference_is_captured_and_follows_its_inputs():
     with doubles.registered(doubles.loopback):
         kit = Kit.open("loopback", "cuda:0")
-        words = {str(judge(kit, CHECKS["captured"], case)) for case in few(kit.backend.constraints)}
+        words = {str(judge(kit, CHECKS["captured"], case)) for case in few(kit.backend.constraints, kit.device)}
     assert words == {"ok"}
 
 
@@ -138,7 +140,7 @@ def test_on_cuda_the_reference_is_captured_and_follows_its_inputs():
 def test_on_cuda_a_kernel_that_waits_is_caught_and_the_device_lives_on():
     with doubles.registered(doubles.liars.asks_for_lengths):
         kit = Kit.open("asks-for-lengths", "cuda:0")
-        chosen = [case for case in few(kit.backend.constraints) if "right-keys" in str(case)]
+        chosen = [case for case in few(kit.backend.constraints, kit.device) if "right-keys" in str(case)]
         found = [judge(kit, CHECKS["captured"], case) for case in chosen]
         assert {(each.word, each.about) for each in found} == {("raised", "captured")}
         assert not kit.lost
@@ -154,7 +156,7 @@ def test_a_kernel_that_works_on_the_current_device_only_is_caught_when_that_is_a
             ("loopback", ("ok", "")),
         ):
             kit = Kit.open(name, "cuda:0")
-            found = [judge(kit, CHECKS["elsewhere"], case) for case in few(kit.backend.constraints)]
+            found = [judge(kit, CHECKS["elsewhere"], case) for case in few(kit.backend.constraints, kit.device)]
             assert {(each.word, each.about) for each in found} == {want}
 
 
@@ -164,7 +166,9 @@ def test_a_kernel_that_works_on_the_current_device_only_is_caught_when_that_is_a
 def test_a_call_that_broke_in_one_check_is_tried_again_in_the_next():
     with doubles.registered(doubles.liars.fails_when_recomputed):
         kit = Kit.open("fails-when-recomputed", "cpu")
-        (case,) = [case for case in few(kit.backend.constraints) if str(case) == "float32-33x65-d32-grad.qkv"]
+        (case,) = [
+            case for case in few(kit.backend.constraints, kit.device) if str(case) == "float32-33x65-d32-grad.qkv"
+        ]
         assert judge(kit, CHECKS["recomputed"], case).failed
         assert str(judge(kit, CHECKS["repeated"], case)) == "ok"
         assert kit.policy.registry.broken == {}
@@ -172,7 +176,23 @@ def test_a_call_that_broke_in_one_check_is_tried_again_in_the_next():
 
 def test_the_calls_of_the_checks_are_cases_too():
     made = {str(case) for case in cases(doubles.EVERYTHING, torch.device("cpu"))}
-    assert {str(case) for case in few(doubles.EVERYTHING)} <= made
+    assert {str(case) for case in few(doubles.EVERYTHING, torch.device("cpu"))} <= made
+
+
+@pytest.mark.parametrize(
+    ("limits", "lengths"),
+    [
+        ({}, (33, 65)),
+        ({"lengths": {"equal"}}, (33, 33)),
+        ({"guards": [fb.Guard("tiles", lambda _call, sizes: sizes.k_length % 128 == 0, "whole tiles")]}, (128, 256)),
+    ],
+)
+def test_the_calls_of_the_checks_are_at_lengths_that_the_backend_takes(limits, lengths):
+    with doubles.registered(doubles.fake_backend("narrow", **limits)):
+        kit = Kit.open("narrow", "cpu")
+        plain = few(kit.backend.constraints, kit.device)[0]
+        assert (plain.q_length, plain.k_length) == lengths
+        assert {str(judge(kit, CHECKS[name], plain)) for name in ("repeated", "inferred", "compiled")} == {"ok"}
 
 
 def test_other_values_come_in_the_same_shapes():

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fuseboard.call import describe
-from fuseboard.constraints import Constraints, Guard, HeadDims
+from fuseboard.constraints import Constraints, Guard, HeadDims, admit, guard
 from fuseboard.masks import MaskInfo, Structure, to_additive
 from fuseboard.testing.models import MODELS
 
@@ -296,10 +296,18 @@ def cases(limits: Constraints, device: torch.device) -> list[Case]:
     return list(made.values())
 
 
-def few(limits: Constraints) -> list[Case]:
-    """One call of each sort, for checks that make each several times. All are among `cases`."""
+def few(limits: Constraints, device: torch.device) -> list[Case]:
+    """One call of each sort, for checks that make each several times. All are among `cases`.
+
+    At odd lengths, or at whole tiles for a backend whose limits admit nothing else.
+    """
     plain = _plain(limits)
-    square = attrs.evolve(plain, q_length=33, k_length=33)
+    for n_q, n_k in ((33, 65), (33, 33), (128, 256), (256, 256)):
+        case = attrs.evolve(plain, q_length=n_q, k_length=n_k)
+        if _is_admitted(limits, case, device):
+            plain = case
+            break
+    square = attrs.evolve(plain, k_length=plain.q_length)
     bool_mask, additive = DenseMask("bool"), DenseMask("additive", hides="some")
     found = [
         attrs.evolve(plain, **more)
@@ -314,6 +322,11 @@ def few(limits: Constraints) -> list[Case]:
     ]  # fmt: skip
     found += [attrs.evolve(square, causal=True), attrs.evolve(square, causal=True, grad="qkv")]
     return [*found, attrs.evolve(plain, q_length=1), attrs.evolve(plain, layout="transposed")]
+
+
+def _is_admitted(limits: Constraints, case: Case, device: torch.device) -> bool:
+    call, sizes = _shape_only(case, device)
+    return not admit(limits, "", call)[1] and not guard(limits, "", call, sizes)
 
 
 ORDER = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -335,7 +348,7 @@ def _all(limits: Constraints, device: torch.device) -> Iterator[Case]:
         yield from _crossing(attrs.evolve(plain, dtype=dtype))
         yield from _few(attrs.evolve(plain, dtype=dtype))
     yield attrs.evolve(plain, dtype=next((dtype for dtype in ORDER if dtype not in limits.dtypes), dtypes[0]))
-    yield from few(limits)
+    yield from few(limits, device)
     for family in (_lengths, _heads, _masks, _structures, _scales, _layouts, _gradients):
         yield from family(plain)
     yield from _head_dims(plain, limits)

@@ -52,7 +52,7 @@ class Check:
 
     def cases(self, kit: Kit) -> list[Case]:
         """Its cases for a backend."""
-        return [case for case in few(kit.backend.constraints) if self.wants(case)]
+        return [case for case in few(kit.backend.constraints, kit.device) if self.wants(case)]
 
 
 def judge(kit: Kit, check: Check, case: Case) -> Outcome:
@@ -108,6 +108,15 @@ def _with_gradients(out: Tensor, inputs: Inputs, grad: str, seed: Tensor | None 
     seed = _seed(out) if seed is None else seed
     found = torch.autograd.grad(out, list(named.values()), seed)
     return _Result({"output": out, **{f"gradient of {name}": each for name, each in zip(named, found, strict=True)}})
+
+
+TILE = 128
+
+
+def _longer(case: Case, by: int) -> Case:
+    """The case at lengths that are odd too, or whole tiles too."""
+    by = TILE if case.k_length % TILE == 0 else by
+    return attrs.evolve(case, q_length=case.q_length + by, k_length=case.k_length + by)
 
 
 def _seed(out: Tensor) -> Tensor:
@@ -200,7 +209,7 @@ def _mixed(old: Inputs, new: Inputs, names: list[str]) -> Inputs:
 
 def _inferred(kit: Kit, case: Case) -> Outcome:
     """In inference mode first, then as training does, with lengths that the kernel has not met before."""
-    case = attrs.evolve(case, q_length=case.q_length + 5, k_length=case.k_length + 5)
+    case = _longer(case, 5)
     inputs = case.inputs(kit.device)
     with torch.inference_mode():
         out = _call(kit, inputs if case.grad else case.inputs(kit.device), "")
@@ -317,8 +326,7 @@ def _layer(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> Tensor
 def _compiled(kit: Kit, case: Case) -> Outcome:
     torch._dynamo.reset()
     traced = torch.compile(_layer, backend="aot_eager", dynamic=True)
-    longer = attrs.evolve(case, q_length=case.q_length + GROWN, k_length=case.k_length + GROWN)
-    for each in (case, longer):
+    for each in (case, _longer(case, GROWN)):
         want = _layered(kit, each, _layer, Run())
         run = Run()
         with warnings.catch_warnings():
