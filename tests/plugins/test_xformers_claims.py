@@ -201,6 +201,18 @@ def test_padded_keys_are_right_and_never_read(
 
 
 @pytest.mark.parametrize("kind", ["right", "left"])
+def test_padded_keys_are_never_read_in_float32_either_where_a_dense_mask_hides_them(fmha: Any, kind: str) -> None:
+    q, k, v = qkv(20, 50, dtype=FLOAT)
+    info = info_of(kind, 50)
+    want = attention_fp64(q, k, v, mask_info=info)
+    hidden = ~info.keys[:, None, :, None]
+    out = strict(q, k.masked_fill(hidden, torch.nan), v.masked_fill(hidden, torch.nan), mask_info=info)
+
+    assert distance(out, want) < TOLERANCE[FLOAT]
+    assert fmha.CALLS[-1]["operator"].startswith("cutlass")
+
+
+@pytest.mark.parametrize("kind", ["right", "left"])
 def test_nothing_of_the_keys_is_read_on_the_host(fmha: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = qkv(20, 50)
     info = info_of(kind, 50)

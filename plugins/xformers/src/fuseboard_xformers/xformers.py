@@ -249,7 +249,9 @@ class Xformers:
             or max(q.shape[3], v.shape[3]) > FLASH_DIM
             or (causal and n_q > n_k)
         ):
-            mask = info.dense(n_q, n_k, q.device) if info is not None else mask
+            if info is not None:
+                mask = info.dense(n_q, n_k, q.device)
+                k, v = _real(k, info), _real(v, info)
             bias = expanded_bias(mask, q, k) if mask is not None else self._biases.top_left() if causal else None
             multiple = 16 // q.element_size()
             dim, v_dim = (-(-each.shape[3] // multiple) * multiple for each in (q, v))
@@ -271,3 +273,11 @@ class Xformers:
         if q.shape[2] != k.shape[2]:
             q, k, v = grouped(q, k, v)
         return _Ready(*self._flash, q, k, v, bias, number)
+
+
+def _real(tensor: Tensor, info: MaskInfo) -> Tensor:
+    """Keys or values with zeros where a key is not real: CUTLASS reads those too, and 0 times NaN is NaN."""
+    keys = info.keys
+    if keys is None:
+        return tensor
+    return tensor.masked_fill(info.derived("hidden", lambda: ~keys[:, None, :, None]), 0)
