@@ -115,7 +115,8 @@ def test_every_policy_gives_the_right_tokens(name: str, board: Any, prompts: dic
     assert regret < 2 * judge.rounding, report
     assert sum(report["used"].values()) == 6 * NEW
     assert "sage" not in report["used"]  # a decoder's sites take exact backends only
-    if name.startswith("sdpa-") or name == "flash":
+    # Where the padding lies would have to be asked of the device: the structure is "any keys", which these take.
+    if name in ("flash", "sdpa-efficient", "sdpa-cudnn", "sdpa-math"):
         assert report["used"].get(name), report
     elif backend is not None and name not in report["used"]:
         assert any(passed.startswith(f"{name}→") for passed in report["fallbacks"]), report

@@ -1,7 +1,7 @@
 """What a call costs each kernel, in microseconds: a launch from Python, arithmetic, or reading memory, the longest.
 
 For ordering kernels, not for predicting time: on another GPU all of them move together. Comparable with those of the
-other plugins. FlashAttention 2's follow benchmarks/results/structured.md (one H200); the others' are estimates.
+other plugins. FlashAttention 2's and 4's follow benchmarks/results/grid.md (one H200), FlashAttention 3's are guessed.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ class Rates:
         wide: Operations a microsecond from head dimension 96 on.
         narrow: Operations a microsecond below it.
         read: Bytes of keys and values a microsecond in a decode step.
+        window: What part of the arithmetic is left with a window.
+        padding: Host cost of saying where real keys start and end.
     """
 
     inference: float
@@ -32,11 +34,14 @@ class Rates:
     wide: float
     narrow: float
     read: float
+    window: float = 0.3
+    padding: float = 40.0
 
 
-FLASH2 = Rates(inference=60.0, training=130.0, wide=350e6, narrow=275e6, read=2.5e6)
-FLASH3 = Rates(inference=80.0, training=130.0, wide=560e6, narrow=400e6, read=2.8e6)
-FLASH4 = Rates(inference=200.0, training=220.0, wide=590e6, narrow=430e6, read=1.9e6)
+# A gradient goes through each package's own autograd function, about a millisecond of Python a step.
+FLASH2 = Rates(inference=32.0, training=500.0, wide=350e6, narrow=275e6, read=2.5e6)
+FLASH3 = Rates(inference=80.0, training=500.0, wide=560e6, narrow=400e6, read=2.8e6)
+FLASH4 = Rates(inference=140.0, training=600.0, wide=630e6, narrow=490e6, read=1.9e6, window=0.6, padding=130.0)
 
 
 def microseconds(rates: Rates, call: Call, sizes: Sizes, *, copies: float = 0.0) -> float:
@@ -53,12 +58,11 @@ def microseconds(rates: Rates, call: Call, sizes: Sizes, *, copies: float = 0.0)
     shown = 0.5 if causal and call.lengths == "equal" else 1.0
     if call.structure is not None:
         shown *= 0.6 if call.structure.keys != "none" else 1.0
-        shown *= 0.3 if call.structure.window else 1.0
+        shown *= rates.window if call.structure.window else 1.0
     dims = sizes.head_dim + sizes.v_head_dim
     read = float(sizes.batch * sizes.kv_heads * sizes.k_length * dims * call.dtype.itemsize)
     launch = rates.training if call.grad or call.dropout else rates.inference
     rate = rates.wide if call.head_dim >= WIDE else rates.narrow
+    launch += rates.padding if copies else 0.0
     moved = copies * read / 2e6
-    return max(
-        launch + (40.0 if copies else 0.0), moved + shown * 2 * scores * dims / rate, moved + shown * read / rates.read
-    )
+    return max(launch, moved + shown * 2 * scores * dims / rate, moved + shown * read / rates.read)

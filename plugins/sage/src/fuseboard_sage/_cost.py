@@ -1,8 +1,8 @@
 """What a call costs, in microseconds, to be compared with the estimates of other plugins.
 
-Measured on one H200, SageAttention 1.0.6, bfloat16, `(batch, heads, queries, keys, head_dim)`: 1250 at
-2, 24, 4096, 4096, 128, where cuDNN takes 640; 280 at 1, 16, 1024, 1024, 64, all of it launches from Python; 1150 at
-8, 32, 1, 4096, 128, where the keys are quantised anew for one query. So it follows the kernels inside torch there.
+They follow benchmarks/results/grid.md (one H200, SageAttention 1.0.6): half of cuDNN's speed in a long prefill, 320 µs
+of launches from Python, and a pass over the keys to quantise them anew for each query of a decode. So it follows the
+kernels inside torch there.
 
 Its authors report it ahead of flash attention on consumer cards (8.6, 8.9, 12.0). Nothing is measured here on those,
 nor for SageAttention 2 and 3, and what is not measured is no reason to be first: name the backend to use it there.
@@ -14,7 +14,7 @@ from fuseboard import Call, Sizes
 
 __all__ = ["sage"]
 
-_LAUNCHES = 280.0
+_LAUNCHES = 320.0
 _RATE = 330e6  # operations a microsecond
 _READ = 0.47e6  # bytes of keys and values a microsecond, quantisation included
 _PASS = 2.5e6  # bytes a microsecond where values and outputs are scaled, which the numbers above are without

@@ -1,6 +1,6 @@
 """What a call costs each kernel, in microseconds: a launch, arithmetic, or reading memory, whichever is longest.
 
-The rates are fits to one H200 (benchmarks/results/sdpa_grid.md). They are for ordering kernels, not for predicting
+The rates are fits to one H200 (benchmarks/results/grid.md). They are for ordering kernels, not for predicting
 time: on another GPU all of them move together, but for cuDNN, which is ahead of flash attention only from Hopper on.
 """
 
@@ -38,14 +38,16 @@ def efficient(call: Call, sizes: Sizes, *, dense: bool) -> float:
     copies = 0.0 if shared == 1 else 2 * shared * _keys_read(call, sizes) / 2e6
     hidden = 0.6 if not dense and call.structure is not None and call.structure.causal else 1.0
     read = shared * _keys_read(call, sizes) / 2.5e6
-    return max(24.0 + copies, copies + hidden * _operations(call, sizes) / rate, copies + read)
+    launch = 95.0 if dense and call.structure is not None else 24.0  # the mask is made of the structure before
+    return max(launch + copies, copies + hidden * _operations(call, sizes) / rate, copies + read)
 
 
 def cudnn(call: Call, sizes: Sizes, *, dense: bool) -> float:
     """The cuDNN kernel. It does not split keys: a decode step has batch times key heads to spread over the device."""
-    rate = (250e6 if dense else 600e6 if call.head_dim >= WIDE else 430e6) * (1.0 if _is_hopper(call) else 0.5)
+    rate = (250e6 if dense else 640e6 if call.head_dim >= WIDE else 430e6) * (1.0 if _is_hopper(call) else 0.5)
+    rate *= 1.0 if call.head_dim % 64 == 0 else 0.75  # its tiles are whole
     spread = min(1.0, max(sizes.batch * sizes.kv_heads, 1) / 64) if call.one_query else 1.0
-    launch = 80.0 if dense else 30.0  # the mask is laid out before
+    launch = 30.0 if not dense else 80.0 if call.structure is None else 130.0  # the mask is laid out before
     return max(launch, _operations(call, sizes) / rate, _keys_read(call, sizes) / (4.3e6 * spread))
 
 
@@ -53,7 +55,9 @@ def math(call: Call, sizes: Sizes) -> float:
     """Matrix products and a softmax over scores that go through memory several times."""
     if call.device_type == "cpu":
         return 20.0 + 2.5 * cpu(call, sizes, told=False)
-    return 150.0 + 40 * sizes.batch * sizes.heads * sizes.q_length * sizes.k_length / 4e6
+    scores = sizes.batch * sizes.heads * sizes.q_length * sizes.k_length
+    read = sizes.heads // max(sizes.kv_heads, 1) * _keys_read(call, sizes)  # shared key heads are written out for it
+    return 150.0 + 40 * scores / 4e6 + 3 * read / 1e6
 
 
 def cpu(call: Call, sizes: Sizes, *, told: bool) -> float:

@@ -1,8 +1,7 @@
 """What a call costs, in microseconds, to be compared with the estimates of other plugins.
 
-Measured on one H200, xFormers 0.0.35, bfloat16, `(batch, heads, queries, keys, head_dim)`, flash and CUTLASS: 1490 and
-2610 at 2, 24, 4096, 4096, 128; 310 and 190 at 1, 16, 1024, 1024, 64; 430 and 340 at 8, 32, 1, 4096, 128. They are
-torch's own kernels behind a dispatch in Python, and so come after them. Nothing is measured on other GPUs.
+They follow benchmarks/results/grid.md (one H200, xFormers 0.0.35): FlashAttention 2 and CUTLASS behind a dispatch in
+Python of 140 µs, and so after the same kernels elsewhere. Nothing is measured on other GPUs.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ def flash(call: Call, sizes: Sizes) -> float:
         copies = 2 * _keys_read(call, sizes) / 2e6 if structure.keys != "none" else 0.0
     if call.grad and sizes.heads != sizes.kv_heads:
         copies += _repeats(call, sizes)
-    return copies + max(300.0, hidden * _operations(call, sizes) / 277e6, 430.0 / 537e6 * _keys_read(call, sizes))
+    launch = (140.0 if structure is None or structure.keys == "none" else 320.0) + (500.0 if call.grad else 0.0)
+    return copies + max(launch, hidden * _operations(call, sizes) / 300e6, _keys_read(call, sizes) / 2.5e6)
 
 
 def cutlass(call: Call, sizes: Sizes) -> float:
@@ -32,7 +32,7 @@ def cutlass(call: Call, sizes: Sizes) -> float:
     copies = 0.0 if shared == 1 else _repeats(call, sizes)
     rate = 27e6 if call.dtype.itemsize == 4 else 130e6  # noqa: PLR2004
     read = shared * _keys_read(call, sizes) * 340.0 / 537e6
-    return copies + max(190.0, _operations(call, sizes) / rate, read)
+    return copies + max(150.0 + (500.0 if call.grad else 0.0), _operations(call, sizes) / rate, read)
 
 
 def _operations(call: Call, sizes: Sizes) -> float:
