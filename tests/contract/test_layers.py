@@ -19,7 +19,7 @@ LEVELS = (
     ("masks", "constraints", "tensors", "call", "backend", "hookspecs"),
     ("registry", "policy", "run", "context", "site", "verdicts", "child", "machine", "selftest", "probe", "inside",
      "failure", "chain"),
-    ("dispatch", "explanation"),
+    ("explanation", "dispatch"),
 )  # fmt: skip
 ORDER = [name for level in LEVELS for name in level]
 TORCH_FREE = (

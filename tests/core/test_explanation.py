@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from fakes import Fake, entry, entry_of, hooks_of, qkv, raising, registered, rig
 
 import fuseboard as fb
 from fuseboard.call import describe
+from fuseboard.registry import Registry, use
 from fuseboard.settings import Settings
 
 
@@ -217,6 +219,59 @@ def test_a_strict_policy_that_lets_nobody_answer_is_shown_as_an_error(site):
 
     assert said.chosen is None
     assert str(said).startswith(f"site {site.name!r} under policy 'a (strict)': an error (strict)\n")
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_strict_error_leads_to_the_same_explanation(site, named):
+    q, k, v = qkv(heads=4, kv_heads=2)
+    with registered(entry("a", gqa=False), entry("b", rank=2.0, gqa=False), entry_of("faulty")):
+        policy = fb.policy_for("a" if named else "fast", strict=True)
+        with fb.bind(policy), pytest.raises(fb.RefusedError) as caught:
+            fb.attention(q, k, v, site=site, enable_gqa=True)
+        said = fb.explain(site, q, k, v, enable_gqa=True, policy=policy)
+
+    assert caught.value.explanation == said
+    assert set(caught.value.refusals) <= {each for one in said.candidates for each in one.refusals}
+
+
+def test_a_strict_error_imports_nobody_until_its_explanation_is_read(site):
+    imported = []
+    hooks = hooks_of(right) | {"kernel": lambda: imported.append("b") or right}
+    with use(Registry([entry("a", gqa=False), entry_of("b", **hooks)], Settings())):
+        with fb.bind(fb.policy_for("a", strict=True)), pytest.raises(fb.RefusedError) as caught:
+            fb.attention(*qkv(heads=4, kv_heads=2), site=site, enable_gqa=True)
+        before = list(imported)
+        shown = str(caught.value.explanation)
+
+    assert (before, imported) == ([], ["b"])
+    assert "b (" in shown
+
+
+def test_what_a_kernel_said_of_the_call_is_in_the_explanation_of_the_error(site):
+    fake = Fake()
+    fake.declines = lambda *_tensors, **_given: "not on Sundays"
+    with registered(entry("a", fake)):
+        with fb.bind(fb.policy_for("a", strict=True)), pytest.raises(fb.RefusedError) as caught:
+            fb.attention(*qkv(), site=site)
+
+    (candidate,) = caught.value.explanation.candidates
+    assert [each.reason for each in candidate.refusals] == ["not on Sundays"]
+
+
+def test_errors_travel_between_processes_with_their_fields(site):
+    with registered(entry("a", gqa=False)):
+        with fb.bind(fb.policy_for("a", strict=True)), pytest.raises(fb.RefusedError) as caught:
+            fb.attention(*qkv(heads=4, kv_heads=2), site=site, enable_gqa=True)
+        with pytest.raises(fb.PolicyError) as unknown:
+            fb.policy_for("b")
+    for error in (caught.value, unknown.value):
+        copy = pickle.loads(pickle.dumps(error))
+
+        assert type(copy) is type(error)
+        assert str(copy) == str(error)
+        assert copy.policy == error.policy
+    assert pickle.loads(pickle.dumps(caught.value)).refusals == caught.value.refusals
+    assert pickle.loads(pickle.dumps(caught.value)).explanation is None
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import attrs
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from fuseboard.errors import InputError
 from fuseboard.masks import MaskInfo, Structure
 
-__all__ = ["Call", "Lengths", "MaskKind", "Sizes", "describe"]
+__all__ = ["Call", "Lengths", "MaskKind", "Sizes", "describe", "is_lowered", "lowered"]
 
 Lengths: TypeAlias = Literal["equal", "fewer queries", "more queries"]
 MaskKind: TypeAlias = Literal["none", "bool", "additive"]
@@ -317,3 +317,24 @@ def _check_mask_info(info: MaskInfo, q: Tensor, sizes: Sizes) -> None:
     if info.keys.device != q.device:
         msg = f"mask_info.keys is on {info.keys.device} and q on {q.device}; move it to q's device."
         raise InputError("mask_info", msg)
+
+
+def is_lowered(q: Tensor) -> bool:
+    """Whether autocast is on where q is."""
+    return (
+        isinstance(q, Tensor)
+        and torch.amp.is_autocast_available(q.device.type)
+        and torch.is_autocast_enabled(q.device.type)
+    )
+
+
+def lowered(q: Tensor, *others: Tensor | None) -> list[Any]:
+    """The tensors as autocast hands them to torch's attention: floating ones of q's device, but no float64, cast."""
+    device = q.device.type
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(tensor: Any) -> Any:  # what is no tensor is for `describe` to refuse
+        lower = isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
+        return tensor.to(dtype) if lower and tensor.device.type == device else tensor
+
+    return [cast(each) for each in (q, *others)]

@@ -19,10 +19,11 @@ from torch.autograd import forward_ad
 
 from fuseboard import context, settings
 from fuseboard.backend import Kernel
-from fuseboard.call import Sizes, describe
+from fuseboard.call import Sizes, describe, is_lowered, lowered
 from fuseboard.chain import Chain, Route, Table
 from fuseboard.context import BOUND, Binding
 from fuseboard.errors import DeclinedError, InputChangedError, RefusedError
+from fuseboard.explanation import of_refusal
 from fuseboard.failure import Meaning, classify
 from fuseboard.masks import MaskInfo, check_mask_info, in_form
 from fuseboard.registry import first_line
@@ -237,27 +238,6 @@ def _under_autocast(
         )
 
 
-def is_lowered(q: Tensor) -> bool:
-    """Whether autocast is on where q is."""
-    return (
-        isinstance(q, Tensor)
-        and torch.amp.is_autocast_available(q.device.type)
-        and torch.is_autocast_enabled(q.device.type)
-    )
-
-
-def lowered(q: Tensor, *others: Tensor | None) -> list[Any]:
-    """The tensors as autocast hands them to torch's attention: floating ones of q's device, but no float64, cast."""
-    device = q.device.type
-    dtype = torch.get_autocast_dtype(device)
-
-    def cast(tensor: Any) -> Any:  # what is no tensor is for `describe` to refuse
-        lower = isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
-        return tensor.to(dtype) if lower and tensor.device.type == device else tensor
-
-    return [cast(each) for each in (q, *others)]
-
-
 _Snapshot: TypeAlias = tuple[Tensor, Any]
 """A copy of an input, and its `grad_fn`."""
 
@@ -370,6 +350,8 @@ class _Request:
             )  # fmt: skip
         except RefusedError as error:
             self._log("no other may")
+            chain, sizes, refusals = self.chain, self.sizes, error.refusals
+            error.explained_by(lambda: of_refusal(chain, sizes, refusals))
             raise error from None
         self._log(f"{route.backend_name} takes over")
         return route

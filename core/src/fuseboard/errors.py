@@ -6,12 +6,13 @@ without reading the text.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from fuseboard.constraints import Refusal
+    from fuseboard.explanation import Explanation
 
 __all__ = [
     "DeclinedError",
@@ -27,7 +28,17 @@ __all__ = [
 
 
 class FuseboardError(Exception):
-    """Base of every error that fuseboard itself raises."""
+    """Base of every error that fuseboard itself raises. It travels between processes with its fields."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Rebuild it without its constructor, whose arguments are not the message alone."""
+        return _again, (type(self), self.args, {name: each for name, each in vars(self).items() if name[0] != "_"})
+
+
+def _again(kind: type[FuseboardError], args: tuple[Any, ...], fields: dict[str, Any]) -> FuseboardError:
+    error = kind.__new__(kind, *args)
+    vars(error).update(fields)
+    return error
 
 
 class InputError(FuseboardError, ValueError):
@@ -76,6 +87,20 @@ class RefusedError(FuseboardError, RuntimeError):
         self.policy = policy
         self.site = site
         self.refusals = tuple(refusals)
+        self._explain: Callable[[], Explanation] | None = None
+
+    @property
+    def explanation(self) -> Explanation | None:
+        """What `fuseboard.explain` says of the call: every candidate, every reason, the nearest change.
+
+        Made when it is read, for it probes every candidate. None in another process than the one that raised.
+        """
+        explain = getattr(self, "_explain", None)
+        return explain() if explain is not None else None
+
+    def explained_by(self, explain: Callable[[], Explanation]) -> None:
+        """Say how the explanation is made."""
+        self._explain = explain
 
 
 class DeclinedError(FuseboardError):

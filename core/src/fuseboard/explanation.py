@@ -5,7 +5,7 @@ Makes the very Chain that `attention` makes, so it cannot say one thing while th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from fuseboard import context
-from fuseboard.backend import Backend, Later
-from fuseboard.call import Call, describe
-from fuseboard.chain import REFERENCE, Table
+from fuseboard.backend import Backend, Kernel, Later
+from fuseboard.call import Call, Sizes, describe, is_lowered, lowered
+from fuseboard.chain import REFERENCE, Chain, Link, Table
 from fuseboard.constraints import Refusal
-from fuseboard.dispatch import is_lowered, lowered
 from fuseboard.errors import RefusedError
 from fuseboard.masks import MaskInfo
 from fuseboard.policy import Policy, policy_for
@@ -195,43 +194,61 @@ def explain(
         with torch.autocast(q.device.type, enabled=False):
             return explain(site, q, k, v, enable_gqa=enable_gqa, policy=asked, **arguments)
     call, sizes = describe(q, k, v, enable_gqa=enable_gqa, **arguments)
-    table = Table(asked, site)
-    chain = table.chain(call)
-    registry = table.policy.registry
+    chain = Table(asked, site).chain(call)
+
+    def said(link: Link, kernel: Kernel) -> str | Later | None:
+        return chain.declines(link, kernel, q, k, v, **arguments)
+
+    def answers() -> str | None:
+        try:
+            return chain.route(sizes, q, k, v, **arguments, due=False).backend_name
+        except RefusedError:
+            return None
+
+    return _explained(chain, sizes, said, answers)
+
+
+def of_refusal(chain: Chain, sizes: Sizes, refusals: Sequence[Refusal]) -> Explanation:
+    """The whole decision behind a strict policy's error. Probes every candidate; needs no tensor.
+
+    What kernels say with the tensors in hand is known of those that `refusals` name; others are not asked.
+    """
+    declined = {each.backend: each.reason for each in refusals if each.rule == "declined"}
+    return _explained(chain, sizes, lambda link, _kernel: declined.get(link.backend.name), lambda: None)
+
+
+def _explained(
+    chain: Chain,
+    sizes: Sizes,
+    said: Callable[[Link, Kernel], str | Later | None],
+    answers: Callable[[], str | None],
+) -> Explanation:
+    """Every candidate and its reasons; `said` are the kernels' own words, `answers` who would."""
+    policy, registry = chain.policy, chain.registry
     candidates = []
     for link in chain.links(sizes):
         backend = link.backend
-        refusals, answer = chain.reasons(link, sizes)
-        refusals = tuple(_with_install_line(each, backend) for each in refusals)
-        later = None
-        if not refusals and answer is not None and answer.kernel is not None:
-            said = chain.declines(link, answer.kernel, q, k, v, **arguments)
-            if isinstance(said, Later):
-                later = said
-            elif said is not None:
-                refusals = (Refusal(backend.name, "declined", said, "", None, said),)
-        candidates.append(
-            Candidate(backend.name, backend.exactness(call).value, backend.rank(call, sizes), refusals, later)
-        )
+        found, answer = chain.reasons(link, sizes)
+        refusals = tuple(_with_install_line(each, backend) for each in found)
+        word = said(link, answer.kernel) if not refusals and answer is not None and answer.kernel is not None else None
+        if isinstance(word, str):
+            refusals = (Refusal(backend.name, "declined", word, "", None, word),)
+        later = word if isinstance(word, Later) else None
+        exactness, rank = backend.exactness(chain.call).value, backend.rank(chain.call, sizes)
+        candidates.append(Candidate(backend.name, exactness, rank, refusals, later))
     why_reference = None
-    if table.policy.name == "auto":
+    if policy.name == "auto":
         why_reference = "policy 'auto' always takes the reference; what follows would hold under 'fast'"
-    elif not site.swappable:
+    elif not chain.site.swappable:
         why_reference = "the site is declared swappable=False"
-    chosen: str | None = REFERENCE
-    if why_reference is None:
-        try:
-            chosen = chain.route(sizes, q, k, v, **arguments, due=False).backend_name
-        except RefusedError:
-            chosen = None
     return Explanation(
-        site.name,
-        str(table.policy.as_json()),
-        call,
-        chosen,
+        chain.site.name,
+        str(policy.as_json()),
+        chain.call,
+        answers() if why_reference is None else REFERENCE,
         why_reference,
         tuple(candidates),
         tuple(registry.faults),
         dict(registry.disabled),
-        table.policy.backend_name,
+        policy.backend_name,
     )
