@@ -254,6 +254,17 @@ def test_lengths_of_inference_tensors_are_counted_each_time():
         assert info.lengths().tolist() == [2]
 
 
+def test_what_is_derived_in_inference_mode_serves_a_later_backward():
+    info = MaskInfo(torch.tensor([[True, True, False]]), padding="right")
+    values = torch.randn(1, 2, 3, 4, requires_grad=True)
+    with torch.inference_mode():
+        kept = info.derived("weights", info.keys[:, None, :, None].float)
+    (values * info.derived("weights", lambda: pytest.fail("made again"))).sum().backward()
+
+    assert not kept.is_inference()
+    assert torch.equal(values.grad, torch.tensor([1.0, 1.0, 0.0])[:, None].expand(1, 2, 3, 4))
+
+
 def test_lengths_need_keys():
     with pytest.raises(ValueError, match=r"MaskInfo\.lengths\(\) needs keys"):
         MaskInfo(causal=True).lengths()

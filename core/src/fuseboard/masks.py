@@ -185,7 +185,8 @@ class MaskInfo:
             return make()
         kept: tuple[int, T] | None = self._derived.get(name)
         if kept is None or kept[0] != self.keys._version:
-            self._derived[name] = kept = (self.keys._version, make())
+            with torch.inference_mode(mode=False):  # a later call may need a backward, which takes no inference tensor
+                self._derived[name] = kept = (self.keys._version, make())
         return kept[1]
 
 
