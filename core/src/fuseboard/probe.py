@@ -222,7 +222,7 @@ def _in_range(version: str, wanted: str) -> bool:
     for operator, bound in version_terms(wanted):
         holds = {
             ">=": have >= bound, "<=": have <= bound, "==": have == bound,
-            "!=": have != bound, ">": have > bound, "<": have < bound,
+            "!=": not have == bound, ">": have > bound, "<": have < bound,  # noqa: SIM201 - TorchVersion compares != as text
         }[operator]  # fmt: skip
         if not holds:
             return False
