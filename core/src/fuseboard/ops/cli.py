@@ -20,7 +20,7 @@ __all__ = ["COMMANDS", "Parser", "UnusableError", "main"]
 COMMANDS = {
     "doctor": ("fuseboard.ops.doctor", "which backends work on this machine, and why the others do not"),
     "explain": ("fuseboard.ops.explain", "who would answer one attention call, and why nobody else"),
-    "lint": ("fuseboard.ops.lint", "find writes to process-wide state in an engine's source"),
+    "lint": ("fuseboard.ops.lint", "find attention that bypasses the board, and writes to process-wide state"),
     "new-plugin": ("fuseboard.ops.scaffold", "start a backend: a folder with a plugin and its tests"),
 }
 
