@@ -39,6 +39,7 @@ KERNELS = {
     "loud": f"for _ in range(40000): print('x' * 99)\nprint('last words')\n{KERNEL}",
     "liar": "__version__ = '1.0'\ndef attend(): pass\n",
     "wrong": KERNEL.replace("return ", "return 1.1 * "),
+    "loose": "import torch\ntorch.backends.cuda.enable_flash_sdp(False)\n" + KERNEL,
 }
 
 
@@ -84,7 +85,7 @@ def test_each_kind_of_plugin_has_its_state(states):
     assert {name: each["state"] for name, each in states.items()} == {
         "good": "works", "crash": "broken", "abort": "broken", "hang": "broken", "loud": "works", "liar": "broken",
         "wrong": "broken", "syntax": "faulty", "stuck": "faulty", "absent": "not installed", "far": "other device",
-        "shut": "blocked", "twice": "works",
+        "shut": "blocked", "twice": "works", "loose": "works",
     }  # fmt: skip
 
 
@@ -500,6 +501,13 @@ def test_the_page_shows_the_backends_and_parts_that_are_printed_now(tmp_path):
 
     assert skeleton(shown) == skeleton(now), "write the page anew: python tests/ops/pages.py"
     assert max(map(len, now.splitlines())) <= 80
+
+
+def test_who_changes_the_state_of_torchs_attention_is_named(found, states):
+    assert states["loose"]["devices"][0]["changed"] == ["flash: True -> False"]
+    assert all(not at["changed"] for name, each in states.items() if name != "loose" for at in each["devices"])
+    text = table.plain(list(table.sections(found)), 200)
+    assert "changed by loose   flash: True -> False, for every attention of a process that imports" in text
 
 
 # ---- GPUs

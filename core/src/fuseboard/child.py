@@ -77,6 +77,7 @@ class Answer:
         seconds: How long the child took, be it now or when it was asked.
         cached: Read from disk; no child was started.
         detail: The last lines that the child printed, for a human.
+        changed: What it left changed of the state of torch's attention that all threads of a process share.
     """
 
     ok: bool
@@ -85,6 +86,7 @@ class Answer:
     seconds: float = 0.0
     cached: bool = False
     detail: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
 
 
 def possible() -> bool:
@@ -146,8 +148,9 @@ def probe(
         kept = None if fresh else verdicts.read(where, key, limit=limit)
         if kept is not None:
             return Answer(
-                kept["ok"], kept["reason"], kept["stage"], kept["seconds"], cached=True, detail=tuple(kept["detail"])
-            )
+                kept["ok"], kept["reason"], kept["stage"], kept["seconds"], cached=True, detail=tuple(kept["detail"]),
+                changed=tuple(kept.get("changed", ())),
+            )  # fmt: skip
     requires: dict[str, Any] = {}
 
     def heard(line: Mapping[str, Any]) -> None:
@@ -158,11 +161,12 @@ def probe(
 
     end = _ask({"task": "probe", "device": device, **_named(entry)}, limit, heard=heard)
     found = end.answer or {"ok": False, "reason": end.failure, "stage": end.kind}
-    answer = Answer(found["ok"], found["reason"], found["stage"], end.seconds, detail=end.detail)
+    changed = tuple(found.get("changed", ()))
+    answer = Answer(found["ok"], found["reason"], found["stage"], end.seconds, detail=end.detail, changed=changed)
     if where is not None and not _passes_soon(answer):
         verdicts.write(where, key, {
             "requires": requires, "limit": limit, "ok": answer.ok, "reason": answer.reason, "stage": answer.stage,
-            "seconds": round(answer.seconds, 3), "detail": list(answer.detail),
+            "seconds": round(answer.seconds, 3), "detail": list(answer.detail), "changed": list(changed),
         })  # fmt: skip
     return answer
 

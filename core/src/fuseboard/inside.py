@@ -79,6 +79,7 @@ def _probe(asked: Mapping[str, Any], say: Say) -> dict[str, Any]:
         from fuseboard import machine, probe  # noqa: PLC0415 - they import torch
     except Exception as error:  # noqa: BLE001 - a broken installation may raise anything
         return _no(f"torch cannot be imported: {first_line(error)}", "import")
+    before = machine.sdpa()
     _begin("plugin", asked, say)
     backend, fault = _load(asked)
     if backend is None:
@@ -100,7 +101,9 @@ def _probe(asked: Mapping[str, Any], say: Say) -> dict[str, Any]:
         return _no(f"its {stage} called sys.exit({error.code!r})", stage)
     except BaseException as error:  # noqa: BLE001 - there is nobody else to tell
         return _no(f"{stage} failed: {first_line(error)}", stage)
-    return {"ok": found.ok, "reason": found.reason, "stage": found.stage}
+    after = machine.sdpa()
+    changed = [f"{name}: {old} -> {after.get(name)}" for name, old in before.items() if after.get(name) != old]
+    return {"ok": found.ok, "reason": found.reason, "stage": found.stage, "changed": changed}
 
 
 def _no(reason: str, stage: str) -> dict[str, Any]:

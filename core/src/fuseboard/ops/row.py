@@ -78,6 +78,7 @@ class Row:
                 "seconds": None if answer is None else round(answer.seconds, 3),
                 "cached": answer is not None and answer.cached,
                 "detail": [] if answer is None else list(answer.detail),
+                "changed": [] if answer is None else list(answer.changed),
             }
         )
 

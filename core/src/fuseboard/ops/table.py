@@ -261,6 +261,11 @@ def _more(found: Mapping[str, Any]) -> Section:
         on, off = ([name for name, value in sdpa.items() if value is held] for held in (True, False))
         text = f"in a fresh process on: {', '.join(on) or 'nothing'}; off: {', '.join(off) or 'nothing'}"
         rows.append(("torch's attention", text))
+    for each in found["backends"]:
+        changes = dict.fromkeys(change for at in each["devices"] for change in at["changed"])
+        if changes:
+            text = f"{'; '.join(changes)}, for every attention of a process that imports what it calls"
+            rows.append((f"changed by {each['name']}", text))
     kept = f"{cache['verdicts']} in {cache['folder']}" if cache["folder"] else "none (FUSEBOARD_CACHE=off)"
     rows.append(("verdicts on disk", kept))
     rows += [("note", text) for text in found["notes"]]
