@@ -92,7 +92,7 @@ class Sampler:
         begin_suppress_tokens: Ids not drawn as the first.
         temperature: A positive float.
         top_k: Keep so many, and those equal to the last; None or 0 keeps all.
-        top_p: Keep the most probable ones up to this share; None or 1 keeps all.
+        top_p: Keep the most probable ones up to this share; 1 keeps all.
         min_p: Keep those with at least this share of the most probable one's probability.
         eos_token_id: The id or ids that finish a row.
         pad_token_id: What a finished row goes on with; None is the first of `eos_token_id`.
@@ -108,7 +108,7 @@ class Sampler:
     begin_suppress_tokens: tuple[int, ...] = attrs.field(default=(), converter=_ids)
     temperature: float = 1.0
     top_k: int | None = None
-    top_p: float | None = None
+    top_p: float = 1.0
     min_p: float | None = None
     eos_token_id: tuple[int, ...] = attrs.field(default=(), converter=_ids)
     pad_token_id: int | None = None
@@ -134,7 +134,7 @@ class Sampler:
             check_positive_float("temperature", self.temperature)
         if self.top_k:
             check_positive_int("top_k", self.top_k)
-        if self.top_p is not None:
+        if self.top_p != 1.0:
             check_share("top_p", self.top_p)
         if self.min_p is not None:
             check_share("min_p", self.min_p)
@@ -249,7 +249,7 @@ class Sampler:
             scores = temperature(scores, self.temperature)
         if self.top_k:
             scores = top_k(scores, self.top_k)
-        if self.top_p is not None and self.top_p < 1.0:
+        if self.top_p < 1.0:
             scores = top_p(scores, self.top_p)
         if self.min_p is not None:
             scores = min_p(scores, self.min_p)
@@ -311,7 +311,7 @@ class Sampler:
         sampling: dict[str, Any] = {
             "temperature": self.temperature if self.temperature != 1.0 else None,
             "top_k": self.top_k,
-            "top_p": self.top_p if self.top_p is not None and self.top_p < 1.0 else None,
+            "top_p": self.top_p if self.top_p != 1.0 else None,
             "min_p": self.min_p,
         }
         without_end = {"min_new_tokens": self.min_new_tokens, "pad_token_id": self.pad_token_id}
