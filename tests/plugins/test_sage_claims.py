@@ -7,8 +7,6 @@ the plugin admits must come out right all the same.
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -442,56 +440,17 @@ def test_on_hopper_it_comes_after_the_kernels_inside_torch(sizes: tuple[int, ...
 
 # ---- packages that are absent, broken or of another version: in interpreters of their own
 
-CHILD = """
-import sys, attrs, fuseboard as fb, torch
-from types import SimpleNamespace
-from fuseboard.probe import Verdict
-from fuseboard.registry import Entry, Registry, installed_entries, use
-from fuseboard_sage import {plugin} as plugin
 
-names = [name for name, hook in vars(plugin).items() if hasattr(hook, "fuseboard_impl")]
-hooks = {{name: getattr(plugin, name) for name in names}}
-limits = attrs.evolve(plugin.LIMITS, devices={{"cpu"}})
-hooks["constraints"] = fb.hookimpl(lambda: limits)
-assert not [name for name in sys.modules if name.startswith("sage")]
-entries = [Entry("{plugin}", lambda: SimpleNamespace(**hooks), "fuseboard-sage", "0.1.0")]
-entries += [each for each in installed_entries() if each.name == "sdpa-cpu"]
-SITE = fb.Site("child")
-q = torch.randn(1, 2, 128, 64, dtype=torch.bfloat16)
-run = fb.Run()
-registry = Registry(entries)
-other = registry.resolve("sdpa-cpu")
-registry.verdicts["sdpa-cpu", "cpu"] = Verdict(ok=True, kernel=other.load(torch.device("cpu")))  # needs no time limit
-with use(registry), fb.bind("{plugin}", run=run):
-    out = fb.attention(q, q, q, site=SITE)
-    print(fb.explain(SITE, q, q, q))
-assert torch.allclose(out.float(), torch.nn.functional.scaled_dot_product_attention(q, q, q).float(), atol=5e-2)
-print(run.report())
-"""
+@pytest.fixture
+def child(host: Callable[..., str]) -> Callable[..., str]:
+    """What a host prints beside a package of this source, or in this folder."""
 
+    def run(source: str | Path | None, version: str = "1.0.6", plugin: str = "sage", **environ: str) -> str:
+        package = "sageattn3" if plugin == "sage3" else "sageattention"
+        files = {f"{package}/__init__.py": source} if isinstance(source, str) else source
+        return host(f"fuseboard_sage.{plugin}", package, version, files, **environ)
 
-def child(
-    tmp_path: Path, source: str | Path | None, version: str = "1.0.6", plugin: str = "sage", **environ: str
-) -> str:
-    """What a host prints whose first path has a package of this source; the host must never break."""
-    site = tmp_path / "site"
-    package = "sageattn3" if plugin == "sage3" else "sageattention"
-    paths = [str(site), *(path for path in sys.path if path)]
-    if source is not None:
-        info = site / f"{package}-{version}.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
-    if isinstance(source, Path):
-        paths.insert(1, str(source))
-    elif source is not None:
-        (site / package).mkdir()
-        (site / package / "__init__.py").write_text(source)
-    env = {name: value for name, value in os.environ.items() if not name.startswith("FUSEBOARD_")}
-    env |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"} | environ
-    command = [sys.executable, "-c", CHILD.format(plugin=plugin)]
-    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run
 
 
 @pytest.mark.slow
@@ -513,17 +472,17 @@ def child(
     ],
 )  # fmt: skip
 def test_a_package_that_is_absent_or_broken_is_a_reason_and_harms_nobody(
-    tmp_path: Path, source: str | None, version: str, reason: str
+    child: Callable[..., str], source: str | None, version: str, reason: str
 ) -> None:
-    said = child(tmp_path, source, version)
+    said = child(source, version)
 
     assert reason in said
     assert "'used': {'sdpa-cpu': 1}" in said
 
 
 @pytest.mark.slow
-def test_an_import_that_hangs_is_a_reason(tmp_path: Path) -> None:
-    said = child(tmp_path, "import threading; threading.Event().wait(60)", FUSEBOARD_PROBE_TIMEOUT="5")
+def test_an_import_that_hangs_is_a_reason(child: Callable[..., str]) -> None:
+    said = child("import threading; threading.Event().wait(60)", FUSEBOARD_PROBE_TIMEOUT="5")
 
     assert "did not end within 5 s" in said
     assert "'used': {'sdpa-cpu': 1}" in said
@@ -535,12 +494,12 @@ def test_an_import_that_hangs_is_a_reason(tmp_path: Path) -> None:
     [("sage1", "1.0.6", "sage"), ("sage2", "2.2.0", "sage"), ("sage3", "1.0.0", "sage3")],
 )
 def test_each_generation_is_told_by_its_metadata_and_used(
-    tmp_path: Path, folder: str, version: str, plugin: str
+    child: Callable[..., str], folder: str, version: str, plugin: str
 ) -> None:
-    assert f"'used': {{'{plugin}': 1}}" in child(tmp_path, HERE / folder, version, plugin)
+    assert f"'used': {{'{plugin}': 1}}" in child(HERE / folder, version, plugin)
 
 
 @pytest.mark.slow
-def test_the_third_generation_without_its_function_is_a_reason(tmp_path: Path) -> None:
-    assert "AttributeError" in child(tmp_path, "", "1.0.0", "sage3")
+def test_the_third_generation_without_its_function_is_a_reason(child: Callable[..., str]) -> None:
+    assert "AttributeError" in child("", "1.0.0", "sage3")
     assert "pip install" in sage3.install_line()

@@ -7,10 +7,8 @@ mask is wrong, and a pinned backward that does not fit gives NaN; what is admitt
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -408,32 +406,6 @@ def test_the_later_home_is_required_where_it_alone_is_installed(monkeypatch: pyt
 
 # ---- packages that are absent, broken or of another version: in interpreters of their own
 
-CHILD = """
-import sys, attrs, fuseboard as fb, torch
-from types import SimpleNamespace
-from fuseboard.probe import Verdict
-from fuseboard.registry import Entry, Registry, installed_entries, use
-from fuseboard_xformers import xformers as plugin
-
-hooks = {name: hook for name, hook in vars(plugin).items() if hasattr(hook, "fuseboard_impl")}
-limits = attrs.evolve(plugin.LIMITS, devices={"cpu"})
-hooks["constraints"] = fb.hookimpl(lambda: limits)
-assert not [name for name in sys.modules if name.split(".")[0] in ("xformers", "mslk")]
-entries = [Entry("xformers", lambda: SimpleNamespace(**hooks), "fuseboard-xformers", "0.1.0")]
-entries += [each for each in installed_entries() if each.name == "sdpa-cpu"]
-SITE = fb.Site("child")
-q = torch.randn(1, 2, 16, 64, dtype=torch.bfloat16)
-run = fb.Run()
-registry = Registry(entries)
-other = registry.resolve("sdpa-cpu")
-registry.verdicts["sdpa-cpu", "cpu"] = Verdict(ok=True, kernel=other.load(torch.device("cpu")))  # needs no time limit
-with use(registry), fb.bind("xformers", run=run):
-    out = fb.attention(q, q, q, site=SITE)
-    print(fb.explain(SITE, q, q, q))
-assert torch.allclose(out.float(), torch.nn.functional.scaled_dot_product_attention(q, q, q).float(), atol=2e-2)
-print(run.report())
-"""
-
 LOADED = "_has_cpp_library = True\n"
 NOT_LOADED = """
 from types import SimpleNamespace
@@ -459,27 +431,15 @@ NOT_BUILT = "_cpp_library_load_exception = Exception()"
 OTHER_FLASH = "raise ImportError('Requires Flash-Attention version >=2.7.1,<=2.8.4 but got 2.6.3.')"
 
 
-def child(tmp_path: Path, files: dict[str, str] | Path | None, version: str = "0.0.35", **environ: str) -> str:
-    """What a host prints whose first path has a package of these files; the host must never break."""
-    site = tmp_path / "site"
-    paths = [str(site), *(path for path in sys.path if path)]
-    name = "mslk" if isinstance(files, dict) and any(path.startswith("mslk") for path in files) else "xformers"
-    if files is not None:
-        info = site / f"{name}-{version}.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    if isinstance(files, Path):
-        paths.insert(1, str(files))
-    elif files is not None:
-        for path, source in files.items():
-            (site / path).parent.mkdir(parents=True, exist_ok=True)
-            (site / path).write_text(source)
-    env = {key: value for key, value in os.environ.items() if not key.startswith("FUSEBOARD_")}
-    env |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"} | environ
-    command = [sys.executable, "-c", CHILD]
-    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def child(host: Callable[..., str]) -> Callable[..., str]:
+    """What a host prints beside a package of these files, or in this folder."""
+
+    def run(files: dict[str, str] | Path | None, version: str = "0.0.35", **environ: str) -> str:
+        name = "mslk" if isinstance(files, dict) and any(path.startswith("mslk") for path in files) else "xformers"
+        return host("fuseboard_xformers.xformers", name, version, files, **environ)
+
+    return run
 
 
 @pytest.mark.slow
@@ -532,31 +492,31 @@ def child(tmp_path: Path, files: dict[str, str] | Path | None, version: str = "0
     ],
 )  # fmt: skip
 def test_a_package_that_is_absent_or_broken_is_a_reason_and_harms_nobody(
-    tmp_path: Path, files: dict[str, str] | None, version: str, reason: str
+    child: Callable[..., str], files: dict[str, str] | None, version: str, reason: str
 ) -> None:
-    said = child(tmp_path, files, version)
+    said = child(files, version)
 
     assert reason in said
     assert "'used': {'sdpa-cpu': 1}" in said
 
 
 @pytest.mark.slow
-def test_an_import_that_hangs_is_a_reason(tmp_path: Path) -> None:
+def test_an_import_that_hangs_is_a_reason(child: Callable[..., str]) -> None:
     files = {"xformers/__init__.py": "import threading; threading.Event().wait(60)"}
-    said = child(tmp_path, files, FUSEBOARD_PROBE_TIMEOUT="0.5")
+    said = child(files, FUSEBOARD_PROBE_TIMEOUT="0.5")
 
     assert "did not end within 0.5 s" in said
     assert "'used': {'sdpa-cpu': 1}" in said
 
 
 @pytest.mark.slow
-def test_a_package_that_works_is_used(tmp_path: Path) -> None:
-    assert "'used': {'xformers': 1}" in child(tmp_path, HERE)
+def test_a_package_that_works_is_used(child: Callable[..., str]) -> None:
+    assert "'used': {'xformers': 1}" in child(HERE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("xformers_too", [False, True])
-def test_the_later_home_is_found(tmp_path: Path, xformers_too: bool) -> None:
+def test_the_later_home_is_found(tmp_path: Path, child: Callable[..., str], xformers_too: bool) -> None:
     package = HERE / "xformers" / "ops" / "fmha"
     files = {f"mslk/attention/fmha/{each.name}": each.read_text() for each in package.glob("*.py")}
     if xformers_too:  # a release that no longer has the attention itself
@@ -565,4 +525,4 @@ def test_the_later_home_is_found(tmp_path: Path, xformers_too: bool) -> None:
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: xformers\nVersion: 0.1.0\n")
         files |= {"xformers/__init__.py": LOADED, "xformers/ops/__init__.py": ""}
 
-    assert "'used': {'xformers': 1}" in child(tmp_path, files, "1.1")
+    assert "'used': {'xformers': 1}" in child(files, "1.1")
