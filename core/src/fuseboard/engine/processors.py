@@ -93,7 +93,7 @@ def repetition_penalty_seen(scores: Tensor, seen: Tensor, penalty: float) -> Ten
     """`repetition_penalty` over a mask of the ids that occurred: its shape does not grow, so that a graph can hold it.
 
     Args:
-        scores: `(batch, vocab)`.
+        scores: `(batch, vocab)`; no gradient goes through.
         seen: Bool `(batch, vocab)`, from `seen_mask` and `mark_seen`.
         penalty: As for `repetition_penalty`.
 
@@ -101,7 +101,13 @@ def repetition_penalty_seen(scores: Tensor, seen: Tensor, penalty: float) -> Ten
         InputError: The penalty is not a positive float.
     """
     check_positive_float("penalty", penalty)
-    return torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
+    scores = scores.detach()
+    # Of the product and the quotient the wanted one is always the lower, or with a penalty below 1 the higher: rounding
+    # keeps order. That takes half the time of choosing by sign, and one tensor less of the vocabulary's size.
+    choose = torch.minimum if penalty > 1 else torch.maximum
+    penalised = scores * penalty
+    choose(penalised, scores / penalty, out=penalised)
+    return torch.where(seen, penalised, scores, out=penalised)
 
 
 def min_new_tokens(scores: Tensor, eos: Tensor, count: int | Tensor, minimum: int) -> Tensor:
