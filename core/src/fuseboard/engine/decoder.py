@@ -1,0 +1,530 @@
+"""`QwenDecoder`: Qwen2 and Qwen3 models on the board, with transformers' own output bit for bit on the CPU.
+
+```python
+decoder = QwenDecoder.from_folder("Qwen3-0.6B", device="cuda")
+ids = decoder.generate(prompt_ids, attention_mask=mask, max_new_tokens=200)
+for token in fb.steps(decoder.stream(prompt_ids, max_new_tokens=200), "exact", run=run):
+    print(token.ids)
+```
+
+Attention goes through two sites, `qwen.full` and `qwen.sliding`, whose reference is transformers' sdpa attention. The
+host waits for the device once a token: to read the ids, who has ended, and whether a draw was invalid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fuseboard.engine.decoder_config import DecoderConfig, ids_of
+from fuseboard.engine.decoder_layers import SITES, Given, Layer, packs_queries
+from fuseboard.engine.generation import Chooser, Draw, Token, check_ids
+from fuseboard.engine.kv_cache import KVCache, RealKeys
+from fuseboard.engine.norms import RMSNorm, fused_norm_exact
+from fuseboard.engine.rope import cos_sin, frequencies, signed
+from fuseboard.engine.sampling import Sampler, State
+from fuseboard.engine.weights import Folder, take
+from fuseboard.errors import InputError
+from fuseboard.masks import MaskInfo
+
+__all__ = ["Draw", "QwenDecoder", "Token"]
+
+_RESERVE = 256
+
+
+class _Stack(nn.Module):
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, device="meta")
+        self.embed_tokens.requires_grad_(requires_grad=False)
+        self.layers = nn.ModuleList([Layer(config, kind) for kind in config.layer_types])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class QwenDecoder(nn.Module):
+    """A Qwen2 or Qwen3 causal model: weights by transformers' names, caches and requests apart from it.
+
+    One decoder serves several threads at once; each batch has a cache of its own. Its weights want no gradient unless
+    you ask for one; without a cache it can be trained.
+
+    Attributes:
+        config: Its shape.
+        eos: The ids that end a row, unless `generate` is told others.
+        pad: What a row that has ended is filled with.
+        fused: Whether `fuse` was called.
+    """
+
+    def __init__(self, config: Any, *, ignore: Collection[str] = ()) -> None:
+        """Build the modules, without memory for weights: `load` puts them in.
+
+        Args:
+            config: A `config.json` as a mapping, a transformers configuration, or a `DecoderConfig`.
+            ignore: Options that you know to say nothing about the model's arithmetic.
+
+        Raises:
+            InputError: The configuration asks for something that is not implemented; the message names it.
+        """
+        super().__init__()
+        self.config = config = DecoderConfig.of(config, ignore=ignore)
+        self.eos = config.eos
+        self.pad = config.pad
+        self.fused = False
+        self.model = _Stack(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, device="meta")
+        self.lm_head.requires_grad_(requires_grad=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        self._windows = [config.window_of(kind) for kind in config.layer_types]
+        self._kinds = sorted(set(config.layer_types))
+        self._ready: tuple[torch.device, torch.dtype] | None = None
+        self._given_frequencies: Tensor | None = None
+        self._frequencies: dict[torch.device, tuple[Tensor, float]] = {}
+        self.eval()
+
+    # ---- loading
+
+    @classmethod
+    def from_transformers(
+        cls,
+        model: Any,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        ignore: Collection[str] = (),
+    ) -> QwenDecoder:
+        """From a transformers model, whose weights are shared, not copied, unless `device` or `dtype` differ.
+
+        Raises:
+            InputError: Its configuration asks for something that is not implemented.
+            WeightsError: Its weights are not those of its configuration.
+        """
+        decoder = cls(model.config, ignore=ignore)
+        decoder.load(model.state_dict(), device=device, dtype=dtype)
+        rotary = getattr(getattr(model, "model", model), "rotary_emb", None)
+        # A dynamic one that has seen a longer sequence goes back to its original frequencies for a shorter one.
+        grown = getattr(rotary, "max_seq_len_cached", 0) != getattr(rotary, "original_max_seq_len", 0)
+        held = getattr(rotary, "original_inv_freq" if grown else "inv_freq", None)
+        if isinstance(held, Tensor) and not held.is_meta:
+            # `model.to(torch.bfloat16)` rounds the frequencies too, unlike loading in bfloat16: they are part of what
+            # the model computes.
+            held = held.detach().float().cpu()
+            if not torch.equal(held, frequencies(decoder.config.rope)[0]):
+                decoder._given_frequencies = held
+        decoder._take_ends(getattr(model, "generation_config", None))
+        return decoder
+
+    @classmethod
+    def from_folder(
+        cls,
+        path: str | Path,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        ignore: Collection[str] = (),
+    ) -> QwenDecoder:
+        """From `config.json` and safetensors, in one file or several, as `save_pretrained` writes them.
+
+        Args:
+            path: The folder.
+            device: Where to load; the CPU if left out.
+            dtype: What to cast to; the files' own if left out.
+            ignore: Options that you know to say nothing about the model's arithmetic.
+
+        Raises:
+            InputError: There is no model there, or its configuration asks for something that is not implemented.
+            ModuleNotFoundError: safetensors is not installed.
+            WeightsError: The weights are not those of the configuration.
+        """
+        folder = Folder(path)
+        decoder = cls(folder.config, ignore=ignore)
+        decoder.load(folder, device=device, dtype=dtype)
+        decoder._take_ends(folder.generation)
+        return decoder
+
+    def load(
+        self,
+        weights: Mapping[str, Tensor],
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Put weights in their place: all of them, or none when anything is wrong.
+
+        Tensors that need no cast or move are shared with the mapping.
+
+        Raises:
+            WeightsError: A weight is missing, unexpected or of another shape; or their dtype is not one.
+        """
+        if self.fused:
+            msg = "fuse() has stacked this decoder's weights; load into a new QwenDecoder."
+            raise RuntimeError(msg)
+        tied = self.config.tie_word_embeddings
+        expected = {name: tuple(each.shape) for name, each in self.named_parameters(remove_duplicate=False)}
+        taken = take(weights, expected, tied=tied, device=device, dtype=dtype)
+        for name, parameter in taken.items():
+            module, _, leaf = name.rpartition(".")
+            setattr(self.get_submodule(module), leaf, parameter)
+        if tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        self._ready = None
+
+    def _take_ends(self, generation: Any) -> None:
+        """The ids that end a row as `generate` would know them: a generation config's come first."""
+        known = generation if isinstance(generation, Mapping) else vars(generation or object)
+        self.eos = ids_of(known.get("eos_token_id")) or self.eos
+        pad = known.get("pad_token_id")
+        self.pad = self.pad if pad is None else int(pad)
+
+    def fuse(self) -> QwenDecoder:
+        """Stack q, k and v, and gate and up, into single linears: fewer launches, and maybe other bits.
+
+        For inference only. Not undone: load anew for the weights apart. A second call does nothing.
+
+        Raises:
+            RuntimeError: It is being trained, its weights want gradients, or no weights are loaded.
+        """
+        self._prepare()
+        if self.training or any(each.requires_grad for each in self.parameters()):
+            msg = "fuse() is for inference; call eval() and requires_grad_(False) first."
+            raise RuntimeError(msg)
+        if not self.fused:
+            with torch.inference_mode(mode=False), torch.no_grad():
+                for layer in self.model.layers:
+                    assert isinstance(layer, Layer)
+                    layer.fuse()
+            self.fused = True
+        return self
+
+    def train(self, mode: bool = True) -> QwenDecoder:
+        """As in torch; not with fused projections."""
+        if mode and self.fused:
+            msg = "fused projections are for inference; load the weights into a new QwenDecoder to train it."
+            raise RuntimeError(msg)
+        super().train(mode)
+        return self
+
+    # ---- where it is
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        return self.model.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it computes in."""
+        return self.model.embed_tokens.weight.dtype
+
+    def _prepare(self) -> None:
+        """Once for a device and dtype: are all weights there, and which form of norm has transformers' bits."""
+        now = (self.device, self.dtype)
+        if now == self._ready:
+            return
+        if self.device.type == "meta":
+            msg = "this QwenDecoder has no weights yet; call load(), or make it with from_folder or from_transformers."
+            raise RuntimeError(msg)
+        for name, each in self.named_parameters():
+            if (each.device, each.dtype) != now:
+                msg = f"{name} is {each.dtype} on {each.device}, the embedding {now[1]} on {now[0]}; expected the same."
+                raise RuntimeError(msg)
+        for module in self.modules():
+            if isinstance(module, RMSNorm):
+                module.fused = fused_norm_exact(*now, module.size, module.eps)
+        self._ready = now
+
+    def _rope(self, positions: Tensor, longest: int | None) -> tuple[Tensor, Tensor]:
+        rope, device = self.config.rope, positions.device
+        if rope.kind == "dynamic":
+            longest = int(positions.max()) + 1 if longest is None else longest  # their values decide, so this waits
+            if longest > rope.trained:
+                inverse, factor = frequencies(rope, longest=longest, device=device)
+                cos, sin = cos_sin(positions, inverse, factor, self.dtype)
+                return cos, signed(sin)
+        held = self._frequencies.get(device)
+        if held is None:
+            inverse, factor = frequencies(rope, device=device)
+            if self._given_frequencies is not None:
+                inverse = self._given_frequencies.to(device)
+            held = self._frequencies.setdefault(device, (inverse, factor))
+        cos, sin = cos_sin(positions, *held, self.dtype)
+        return cos, signed(sin)
+
+    # ---- one pass
+
+    def cache(
+        self,
+        batch: int,
+        *,
+        attention_mask: Tensor | None = None,
+        padded: bool | None = None,
+        reserve: int = 0,
+    ) -> KVCache:
+        """A new cache for a batch.
+
+        Args:
+            batch: How many rows.
+            attention_mask: `(batch, prompt_length)`, 0 for padding.
+            padded: Whether any token is padding. None reads the mask, which waits for the device if it lies there.
+            reserve: For how many tokens to take memory at first.
+        """
+        shape = (batch, 0 if attention_mask is None else attention_mask.shape[-1])
+        with torch.inference_mode(mode=False), torch.no_grad():
+            real = RealKeys.of(attention_mask, shape, self.device, padded)
+            return KVCache(self._windows, batch, real=real, reserve=reserve)
+
+    def forward(
+        self,
+        ids: Tensor | None = None,
+        *,
+        embeds: Tensor | None = None,
+        cache: KVCache | None = None,
+        attention_mask: Tensor | None = None,
+        padded: bool | None = None,
+        positions: Tensor | None = None,
+        keep: int = 0,
+    ) -> Tensor:
+        """Logits, `(batch, length, vocab)`, in the decoder's dtype.
+
+        Args:
+            ids: `(batch, length)`.
+            embeds: `(batch, length, hidden_size)`, in their place.
+            cache: Goes on from the tokens it has seen, and takes these in.
+            attention_mask: Without a cache: `(batch, length)`, 0 for padding. A cache knows it from `cache()`.
+            padded: As for `cache()`.
+            positions: `(batch or 1, length)`; left out, each row's real tokens are counted.
+            keep: Logits for so many last tokens; 0 for all.
+
+        Raises:
+            InputError: The arguments do not fit each other.
+        """
+        hidden = self.hidden(
+            ids, embeds=embeds, cache=cache, attention_mask=attention_mask, padded=padded, positions=positions
+        )
+        # Laid out anew: torch multiplies the rows of a strided slice together or apart by whether the *weight* wants a
+        # gradient, under no_grad too. transformers' models come with weights that do, and these here do not.
+        return self.end(hidden[:, -keep:].contiguous() if keep else hidden, normalised=True)
+
+    def hidden(
+        self,
+        ids: Tensor | None = None,
+        *,
+        embeds: Tensor | None = None,
+        cache: KVCache | None = None,
+        attention_mask: Tensor | None = None,
+        padded: bool | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """The last hidden state, normalised, `(batch, length, hidden_size)`; arguments as for `forward`."""
+        self._prepare()
+        hidden = self._embedded(ids, embeds)
+        batch, new = hidden.shape[:2]
+        self._check(hidden, cache, attention_mask)
+        real = cache.real if cache is not None else RealKeys.of(attention_mask, (batch, new), self.device, padded)
+        view = cache if cache is not None else KVCache(self._windows, batch, real=real)
+        longest = view.longest(new) if positions is None else None
+        view.begin(new)
+        if positions is None:
+            positions = view.positions(new, hidden.device)
+        cos, sin = self._rope(positions, longest)
+        given = self.given(view, new)
+        for index, layer in enumerate(self.model.layers):
+            assert isinstance(layer, Layer)
+            q, k, v = layer.before(hidden, cos, sin)
+            if cache is not None:
+                k, v = cache.put(index, k, v)
+            hidden = layer.after(hidden, layer.attend(q, k, v, given[layer.kind]))
+        view.end(new)
+        return self.model.norm(hidden)  # type: ignore[no-any-return]
+
+    def end(self, hidden: Tensor, *, normalised: bool = False) -> Tensor:
+        """What follows the last layer: norm and head."""
+        return self.lm_head(hidden if normalised else self.model.norm(hidden))  # type: ignore[no-any-return]
+
+    def given(self, cache: KVCache, new: int) -> dict[str, Given]:
+        """What attention is told for the next `new` tokens, for each kind of layer. Waits for no device.
+
+        Exactly where transformers makes a dense mask there is one, since another kernel may answer a call with a mask,
+        be it one that hides nothing.
+        """
+        return {kind: self._given(cache, new, self.config.window_of(kind)) for kind in self._kinds}
+
+    def _given(self, cache: KVCache, new: int, window: int | None) -> Given:
+        kept = cache.kept(window)
+        length, start = kept + new, cache.length - kept
+        keys = cache.real_keys(start, start + length)
+        if keys is None and (window is None or length < window) and (new == 1 or kept == 0):
+            return Given(causal=new > 1)
+        padding = None if cache.real is None else cache.real.padding
+        # Not by `mask_for`, which would look up what nobody told it, such as on which side the padding lies.
+        info = MaskInfo(keys, causal=True, window=window, padding=padding if keys is not None else None)
+        if new > 1:
+            return Given(mask=info.dense(new, length, self.device), info=info)
+        # One query sees every real key that was kept, so that nothing has to be computed to say so.
+        if keys is not None:
+            return Given(mask=keys[:, None, None, :], info=info)
+        return Given(mask=torch.ones(1, 1, 1, length, dtype=torch.bool, device=self.device), info=info)
+
+    def _embedded(self, ids: Tensor | None, embeds: Tensor | None) -> Tensor:
+        if (ids is None) == (embeds is None):
+            msg = "give either ids or embeds."
+            raise InputError("ids", msg)
+        if embeds is not None:
+            wanted = ("batch", "length", self.config.hidden_size)
+            if embeds.dim() != 3 or embeds.shape[-1] != self.config.hidden_size or embeds.dtype != self.dtype:  # noqa: PLR2004
+                msg = f"embeds is {embeds.dtype} {tuple(embeds.shape)}; expected {self.dtype} of shape {wanted}."
+                raise InputError("embeds", msg)
+            return embeds
+        assert ids is not None
+        check_ids(ids)
+        return self.model.embed_tokens(ids)  # type: ignore[no-any-return]
+
+    def _check(self, hidden: Tensor, cache: KVCache | None, attention_mask: Tensor | None) -> None:
+        kind = hidden.device.type
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            msg = "QwenDecoder computes in the dtype of its weights; leave autocast, and load it with dtype= instead."
+            raise RuntimeError(msg)
+        if torch.is_grad_enabled() and (cache is not None or self.fused):
+            wants = hidden.requires_grad or any(each.requires_grad for each in self.parameters())
+            if wants:
+                what = "a cache is written in place" if cache is not None else "fused projections are for inference"
+                msg = f"{what}, and a gradient is wanted; run it under torch.no_grad(), or without."
+                raise RuntimeError(msg)
+        if cache is None:
+            return
+        if attention_mask is not None:
+            msg = "attention_mask belongs to the cache: give it to cache()."
+            raise InputError("attention_mask", msg)
+        if hidden.shape[0] != cache.batch:
+            msg = f"the cache is for {cache.batch} rows; given {hidden.shape[0]}."
+            raise InputError("ids" if hidden.grad_fn is None else "embeds", msg)
+
+    # ---- generating
+
+    def stream(
+        self,
+        ids: Tensor,
+        *,
+        max_new_tokens: int,
+        attention_mask: Tensor | None = None,
+        padded: bool | None = None,
+        sampler: Sampler | Draw | None = None,
+        generator: torch.Generator | None = None,
+        eos: int | Iterable[int] | None = None,
+        pad: int | None = None,
+    ) -> Iterator[Token]:
+        """Generate token by token: a generator, which can be closed between any two.
+
+        Each step runs under whatever is bound where it is asked for; `fb.steps(decoder.stream(...), policy)` binds for
+        the steps alone. No gradient mode or binding is left behind between two steps, nor after closing.
+
+        Args:
+            ids: The prompts, `(batch, length)`, padded on the left where they are of unequal length.
+            max_new_tokens: How many tokens at most; fewer when all rows have ended.
+            attention_mask: `(batch, length)`, 0 for padding; on the CPU it is read without waiting for the device.
+            padded: Whether any token is padding, where you know; see `cache`.
+            sampler: A `Sampler`, or a function of logits and step; None takes the most probable id.
+            generator: What a `Sampler` draws with.
+            eos: The id or ids that end a row; None for the sampler's own, else the model's; `()` for none.
+            pad: What a row that has ended goes on with; None likewise, else the first of `eos`.
+
+        Raises:
+            InputError: An argument cannot be right.
+            DrawError: At the step that drew from invalid probabilities, in torch.multinomial's words.
+        """
+        self._prepare()
+        check_ids(ids)
+        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            msg = f"max_new_tokens is {max_new_tokens!r}; expected an int of at least 1."
+            raise InputError("max_new_tokens", msg)
+        if attention_mask is not None and attention_mask.shape != ids.shape:
+            msg = f"attention_mask has shape {tuple(attention_mask.shape)}; expected that of ids, {tuple(ids.shape)}."
+            raise InputError("attention_mask", msg)
+        chooser = Chooser.of(sampler, eos, pad, (self.eos, self.pad))
+        ids = ids.to(self.device, non_blocking=True)
+        reserve = ids.shape[1] + min(max_new_tokens, _RESERVE)
+        cache = self.cache(ids.shape[0], attention_mask=attention_mask, padded=padded, reserve=reserve)
+        mask = None if cache.real is None else cache.real.keys
+        state = chooser.sampler.start(ids, self.config.vocab_size, generator=generator, attention_mask=mask)
+        return self._steps(ids, cache, chooser, state, max_new_tokens)
+
+    def _steps(
+        self, ids: Tensor, cache: KVCache, chooser: Chooser, state: State, max_new_tokens: int
+    ) -> Iterator[Token]:
+        for index in range(max_new_tokens):
+            # Entered anew for each step: a generator shares its consumer's thread, so no mode may be on while it waits.
+            with torch.inference_mode(mode=False), torch.no_grad():
+                logits = self.forward(ids, cache=cache, keep=1)[:, -1].float()
+                ids = chooser.choose(logits, state, index)
+                step = state.read(ids)  # the one wait
+            yield Token(index, step.ids, step.finished, ids)
+            if step.done and chooser.ends:
+                return
+
+    def generate(
+        self,
+        ids: Tensor,
+        *,
+        max_new_tokens: int,
+        attention_mask: Tensor | None = None,
+        padded: bool | None = None,
+        sampler: Sampler | Draw | None = None,
+        generator: torch.Generator | None = None,
+        eos: int | Iterable[int] | None = None,
+        pad: int | None = None,
+        on_token: Callable[[Token], object] | None = None,
+    ) -> Tensor:
+        """Prompts and what follows them, `(batch, length + new)`, as transformers' `generate` returns them.
+
+        Args:
+            ids: As for `stream`, like the arguments that follow.
+            max_new_tokens: Likewise.
+            attention_mask: Likewise.
+            padded: Likewise.
+            sampler: Likewise.
+            generator: Likewise.
+            eos: Likewise.
+            pad: Likewise.
+            on_token: Called after each step; what it raises ends the generation.
+        """
+        parts = [ids.to(self.device, non_blocking=True)]
+        for token in self.stream(
+            ids, max_new_tokens=max_new_tokens, attention_mask=attention_mask, padded=padded, sampler=sampler,
+            generator=generator, eos=eos, pad=pad,
+        ):  # fmt: skip
+            parts.append(token.tensor)
+            if on_token is not None:
+                on_token(token)
+        return torch.cat(parts, dim=1)
+
+    # ---- report
+
+    def report(self) -> dict[str, Any]:
+        """How it computes here, as JSON-ready data, to be put beside an output."""
+        self._prepare()
+        config = self.config
+        norms = {module.size: module.fused for module in self.modules() if isinstance(module, RMSNorm)}
+        own = self._given_frequencies is None
+        return {
+            "model": config.model_type,
+            "layers": config.num_hidden_layers,
+            "device": str(self.device),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "norm": {
+                str(size): "F.rms_norm, then weight" if fused else "transformers' formula"
+                for size, fused in sorted(norms.items())
+            },
+            "queries and keys": "together" if self.fused or self.device.type == "cpu" else "apart",
+            "rope": config.rope.kind if own else f"{config.rope.kind}, frequencies as the transformers model held them",
+            "heads sharing a key": config.groups,
+            "masked single queries": "packed" if packs_queries() else "keys repeated",
+            "fused_projections": self.fused,
+            "sites": {SITES[kind].name: config.layer_types.count(kind) for kind in self._kinds},
+        }
+
+    def extra_repr(self) -> str:
+        """What torch prints."""
+        return f"{self.config.model_type}, fused={self.fused}"

@@ -1,0 +1,205 @@
+"""The keys and values of one batch: they grow in place, and attention gets views of them.
+
+transformers joins the old and the new keys into a new tensor at every step, which copies the whole cache once a token.
+Here a layer's buffer grows by half when it is full, so that a token costs its own copy; a sliding layer keeps what its
+window can still see. The keys that attention sees are those of transformers' `DynamicCache`, and so are its bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+from fuseboard.errors import InputError
+from fuseboard.masks import Padding, mask_for
+
+__all__ = ["KVCache", "RealKeys"]
+
+_BLOCK = 64
+
+
+@attrs.frozen(eq=False)
+class RealKeys:
+    """Which tokens of a prompt are real, where some are padding. From `RealKeys.of`.
+
+    Attributes:
+        keys: Bool `(batch, length)`, on the decoder's device.
+        positions: Int64 `(batch, length)`, each token's place among its row's real ones; padding has some place too.
+        counts: Int64 `(batch, 1)`, how many real tokens a row has.
+        longest: The most that any row has, where that was known without waiting; else the prompt's length.
+        padding: On which side the padding lies, where that is known.
+    """
+
+    keys: Tensor
+    positions: Tensor
+    counts: Tensor
+    longest: int
+    padding: Padding | None
+
+    @classmethod
+    def of(
+        cls, attention_mask: Tensor | None, shape: tuple[int, int], device: torch.device, padded: bool | None
+    ) -> RealKeys | None:
+        """From an attention mask; None when nothing is padding.
+
+        Args:
+            attention_mask: `(batch, length)`, 0 for padding; or None. On the CPU it is read without waiting.
+            shape: The prompt's, which the mask must have.
+            device: Where the decoder is.
+            padded: Whether any token is padding: None reads the mask, which waits for the device if it lies there.
+                With True nothing is read, and a mask on a device may have its padding anywhere.
+
+        Raises:
+            InputError: The mask's shape is not the prompt's.
+        """
+        if attention_mask is None or padded is False:
+            return None
+        if tuple(attention_mask.shape) != tuple(shape):
+            msg = (
+                f"attention_mask has shape {tuple(attention_mask.shape)}; expected {tuple(shape)}, that of the prompt."
+            )
+            raise InputError("attention_mask", msg)
+        keys = attention_mask != 0
+        padding: Padding | None = None
+        longest = shape[1]
+        if padded is None or keys.device.type == "cpu":
+            info = mask_for(0, shape[1], keys=keys).info  # reads whether there is padding, and on which side
+            if info.keys is None:
+                return None
+            padding = info.padding
+            if keys.device.type == "cpu":
+                longest = int(keys.sum(-1).max())
+        keys = keys.to(device, non_blocking=True)
+        sums = keys.long().cumsum(-1)
+        return cls(keys, (sums - 1).clamp(min=0), sums[:, -1:], longest, padding)
+
+
+class KVCache:
+    """One batch's keys and values, layer by layer. Made by `QwenDecoder.cache`.
+
+    A forward pass that raised leaves it half written: it says so when it is used again.
+
+    Attributes:
+        length: How many tokens it has seen, padding included.
+        real: Which of the prompt's were real; None when all were.
+    """
+
+    def __init__(
+        self, windows: Sequence[int | None], batch: int, *, real: RealKeys | None = None, reserve: int = 0
+    ) -> None:
+        """Prepare; memory is taken when the first keys come.
+
+        Args:
+            windows: Each layer's window, or None.
+            batch: How many rows.
+            real: Which tokens of the prompt are real.
+            reserve: For how many tokens to take memory at first.
+        """
+        self.batch = batch
+        self.length = 0
+        self.real = real
+        self._layers = [_Layer(window, reserve) for window in windows]
+        self._keys = None if real is None else real.keys
+        self._writing = False
+
+    def begin(self, new: int) -> None:
+        """A forward pass with `new` tokens begins.
+
+        Raises:
+            RuntimeError: The pass before it did not end.
+        """
+        if self._writing:
+            msg = "this cache was left half written by a pass that raised, or is in use by another; make a new one."
+            raise RuntimeError(msg)
+        self._writing = True
+        # The prompt's mask goes on with real tokens. In blocks, so that most steps write nothing.
+        keys, end = self._keys, self.length + new
+        if keys is not None and end > keys.shape[1]:
+            more = torch.ones(keys.shape[0], end - keys.shape[1] + 4 * _BLOCK, dtype=torch.bool, device=keys.device)
+            self._keys = torch.cat((keys, more), dim=1)
+
+    def end(self, new: int) -> None:
+        """The pass is over."""
+        self.length += new
+        self._writing = False
+
+    def kept(self, window: int | None) -> int:
+        """How many of the tokens seen so far a layer still attends to."""
+        return self.length if window is None else min(self.length, window - 1)
+
+    def real_keys(self, start: int, stop: int) -> Tensor | None:
+        """Which tokens of that range are real; None when all of the prompt's were."""
+        return None if self._keys is None else self._keys[:, start:stop]
+
+    def positions(self, new: int, device: torch.device) -> Tensor:
+        """The places of the next `new` tokens, int64 `(batch or 1, new)`."""
+        past, real = self.length, self.real
+        if real is None:
+            return torch.arange(past, past + new, device=device)[None]
+        prompt = real.keys.shape[1]
+        after = max(past + new - max(past, prompt), 0)
+        later = real.counts + torch.arange(max(past - prompt, 0), max(past - prompt, 0) + after, device=device)
+        return later if past >= prompt else torch.cat((real.positions[:, past : past + new], later), dim=1)
+
+    def longest(self, new: int) -> int:
+        """The length of the longest row once `new` more tokens are there."""
+        if self.real is None:
+            return self.length + new
+        return self.real.longest + max(self.length + new - self.real.keys.shape[1], 0)
+
+    def put(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Take in a layer's new keys and values, `(batch, kv_heads, new, head_dim)`; give all that it attends to."""
+        held = self._layers[layer]
+        return held.put(k, v, self.kept(held.window))
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory the keys and values take."""
+        return sum(each.keys.nbytes + each.values.nbytes for each in self._layers if each.keys is not None)
+
+
+class _Layer:
+    """A layer's buffer. Its tokens end at `stop`; those before what is kept are left over."""
+
+    __slots__ = ("keys", "reserve", "stop", "values", "window")
+
+    def __init__(self, window: int | None, reserve: int) -> None:
+        self.window = window
+        self.reserve = reserve
+        self.keys: Tensor = None  # type: ignore[assignment]
+        self.values: Tensor = None  # type: ignore[assignment]
+        self.stop = 0
+
+    def put(self, k: Tensor, v: Tensor, kept: int) -> tuple[Tensor, Tensor]:
+        new = k.shape[2]
+        total = kept + new
+        if self.keys is None or self.stop + new > self.keys.shape[2] or self._too_large(total):
+            self._make_room(k, v, kept, total)
+        stop = self.stop + new
+        self.keys[:, :, self.stop : stop] = k
+        self.values[:, :, self.stop : stop] = v
+        self.stop = stop
+        return self.keys[:, :, stop - total : stop], self.values[:, :, stop - total : stop]
+
+    def _most(self, total: int) -> int:
+        """How many tokens a buffer is ever for: twice a window, so that one move a window is all it costs."""
+        return max(total, 2 * self.window + _BLOCK) if self.window is not None else 2**62
+
+    def _too_large(self, total: int) -> bool:
+        return self.window is not None and self.keys.shape[2] > self._most(total)
+
+    def _make_room(self, k: Tensor, v: Tensor, kept: int, total: int) -> None:
+        before = 0 if self.keys is None else self.keys.shape[2]
+        wanted = max(total, self.reserve, before + before // 2)
+        capacity = min(-(-wanted // _BLOCK) * _BLOCK, self._most(total))
+        shape = (*k.shape[:2], capacity)
+        old_keys, old_values = self.keys, self.values
+        self.keys = k.new_empty(*shape, k.shape[3])
+        self.values = v.new_empty(*shape, v.shape[3])
+        if kept:
+            self.keys[:, :, :kept] = old_keys[:, :, self.stop - kept : self.stop]
+            self.values[:, :, :kept] = old_values[:, :, self.stop - kept : self.stop]
+        self.stop = kept
