@@ -23,7 +23,7 @@ def flash(call: Call, sizes: Sizes) -> float:
     if call.grad and sizes.heads != sizes.kv_heads:
         copies += _repeats(call, sizes)
     launch = (140.0 if structure is None or structure.keys == "none" else 320.0) + (500.0 if call.grad else 0.0)
-    return copies + max(launch, hidden * _operations(call, sizes) / 300e6, _keys_read(call, sizes) / 2.5e6)
+    return copies + max(launch, hidden * _operations(call, sizes) / 300e6, _keys_read(call, sizes) / 2.4e6)
 
 
 def cutlass(call: Call, sizes: Sizes) -> float:
