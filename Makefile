@@ -53,8 +53,8 @@ kit: $(VENV)/.ready
 oldest:
 	$(PYTHON) -m venv $(VENV)-oldest
 	$(VENV)-oldest/bin/python -m pip install -q -U "pip>=25.1,<26.2"
-	$(VENV)-oldest/bin/python -m pip install -q -c constraints-oldest.txt -e core -e plugins/sdpa --group test
-	$(VENV)-oldest/bin/pytest tests/core tests/adapters tests/plugins
+	$(VENV)-oldest/bin/python -m pip install -q -c constraints-oldest.txt $(PACKAGES) --group test
+	$(VENV)-oldest/bin/pytest tests/core tests/adapters tests/engine tests/ops tests/plugins tests/testing
 
 demo: $(VENV)/.demo
 	@$(BIN)/python examples/embed_text.py $(if $(JSON),--json) $(TEXT)

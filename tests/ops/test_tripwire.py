@@ -149,6 +149,8 @@ show(found)
 
 def test_a_kernel_of_aten_registered_from_python_has_the_place_of_its_registration(tmp_path):
     code = """
+import warnings
+warnings.simplefilter("ignore")  # torch 2.6 warns of an override
 wire = tripwire.watch()
 library = torch.library.Library("aten", "IMPL")
 library.impl("_flash_attention_forward", lambda *a, **k: None, "CUDA")
