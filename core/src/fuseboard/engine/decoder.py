@@ -326,7 +326,7 @@ class QwenDecoder(nn.Module):
         real = cache.real if cache is not None else RealKeys.of(attention_mask, (batch, new), self.device, padded)
         view = cache if cache is not None else KVCache(self._windows, batch, real=real)
         longest = view.longest(new) if positions is None else None
-        view.begin(new)
+        view.begin()
         if positions is None:
             positions = view.positions(new, hidden.device)
         cos, sin = self._rope(positions, longest)

@@ -105,8 +105,8 @@ class KVCache:
         self._keys = None if real is None else real.keys
         self._writing = False
 
-    def begin(self, new: int) -> None:
-        """A forward pass with `new` tokens begins.
+    def begin(self) -> None:
+        """A forward pass begins.
 
         Raises:
             RuntimeError: The pass before it did not end.
@@ -115,11 +115,6 @@ class KVCache:
             msg = "this cache was left half written by a pass that raised, or is in use by another; make a new one."
             raise RuntimeError(msg)
         self._writing = True
-        # The prompt's mask goes on with real tokens. In blocks, so that most steps write nothing.
-        keys, end = self._keys, self.length + new
-        if keys is not None and end > keys.shape[1]:
-            more = torch.ones(keys.shape[0], end - keys.shape[1] + 4 * _BLOCK, dtype=torch.bool, device=keys.device)
-            self._keys = torch.cat((keys, more), dim=1)
 
     def end(self, new: int) -> None:
         """The pass is over."""
@@ -132,7 +127,14 @@ class KVCache:
 
     def real_keys(self, start: int, stop: int) -> Tensor | None:
         """Which tokens of that range are real; None when all of the prompt's were."""
-        return None if self._keys is None else self._keys[:, start:stop]
+        keys = self._keys
+        if keys is None:
+            return None
+        if stop > keys.shape[1]:
+            # The prompt's mask goes on with real tokens, in blocks, so that most steps write nothing.
+            more = torch.ones(keys.shape[0], stop - keys.shape[1] + 4 * _BLOCK, dtype=torch.bool, device=keys.device)
+            self._keys = keys = torch.cat((keys, more), dim=1)
+        return keys[:, start:stop]
 
     def positions(self, new: int, device: torch.device) -> Tensor:
         """The places of the next `new` tokens, int64 `(batch or 1, new)`."""

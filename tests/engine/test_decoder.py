@@ -1,0 +1,1032 @@
+"""QwenDecoder, with transformers as the judge: the same weights, random and small, give the same logits bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import json
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+import fuseboard as fb
+from fuseboard import context
+from fuseboard.engine import decoder_layers, norms, rope, weights
+from fuseboard.engine.decoder import QwenDecoder
+from fuseboard.engine.decoder_config import DecoderConfig
+from fuseboard.engine.kv_cache import KVCache, RealKeys
+from fuseboard.engine.sampling import DrawError, Sampler
+from fuseboard.masks import check_mask_info
+
+hf = pytest.importorskip("transformers", reason="transformers is not installed")
+
+V5 = int(hf.__version__.split(".")[0]) >= 5
+# transformers 5.24 renamed it.
+CACHE = "cache" if "cache" in inspect.signature(hf.Qwen3ForCausalLM.forward).parameters else "past_key_values"
+VOCABULARY, LENGTH, STEPS, LAYERS = 97, 14, 32, 3
+PADS = {"one row": (0,), "rows alike": (0, 0), "left-padded": (0, 3, 11)}
+CPU = torch.device("cpu")
+
+
+def rope_of(kind, **options):
+    """As this version of transformers wants it said."""
+    if V5:
+        return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **options}}
+    return {"rope_theta": 10000.0, "rope_scaling": {"rope_type": kind, **options}}
+
+
+SHAPES = {
+    "plain": {},
+    "every head its keys": {"num_key_value_heads": 8},
+    "one head's keys": {"num_key_value_heads": 1},
+    "head dim of hidden over heads": {"head_dim": 8},
+    "tied": {"tie_word_embeddings": True},
+    "another epsilon": {"rms_norm_eps": 1e-5},
+    "sliding after the first": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    "window longer than the prompt": {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 0},
+    "layer types": {
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "yarn": rope_of("yarn", factor=4.0, original_max_position_embeddings=16),
+    "yarn, its own factors": rope_of(
+        "yarn", factor=2.0, original_max_position_embeddings=16, beta_fast=16.0, beta_slow=2.0, attention_factor=0.8
+    ),
+    "linear": rope_of("linear", factor=4.0),
+    "dynamic, outgrown": {"max_position_embeddings": 24, **rope_of("dynamic", factor=2.0)},
+}
+KINDS = {"qwen2": (hf.Qwen2Config, hf.Qwen2ForCausalLM), "qwen3": (hf.Qwen3Config, hf.Qwen3ForCausalLM)}
+
+
+def config_of(kind="qwen3", **options):
+    given = {
+        "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64,
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, "tie_word_embeddings": False,
+    } | options  # fmt: skip
+    config = KINDS[kind][0](**given)
+    config._attn_implementation = "sdpa"
+    return config
+
+
+def model_of(kind="qwen3", dtype=torch.float32, **options):
+    """transformers' model. Loaded in its dtype, as from_pretrained does: its frequencies stay fp32."""
+    config = config_of(kind, **options)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = KINDS[kind][1](config)
+        for name, each in model.named_parameters():
+            if name.endswith("bias") or "norm" in name:
+                torch.nn.init.normal_(each, mean=float("norm" in name), std=0.2)
+        if config.tie_word_embeddings:
+            model.tie_weights()
+        else:  # so that the most probable ids differ from step to step
+            torch.nn.init.normal_(model.lm_head.weight, std=0.5)
+    frequencies = model.model.rotary_emb.inv_freq.clone()
+    model = model.to(dtype).eval()
+    model.model.rotary_emb.inv_freq = frequencies
+    model.model.rotary_emb.original_inv_freq = frequencies.clone()
+    return model
+
+
+def prompts(pads, length=LENGTH):
+    ids = torch.randint(1, VOCABULARY, (len(pads), length), generator=torch.Generator().manual_seed(1))
+    mask = (torch.arange(length) >= torch.tensor(pads)[:, None]).long()
+    return ids.masked_fill(mask == 0, 0), mask
+
+
+@torch.no_grad()
+def compare(model, pads, steps=STEPS, decoder=None):
+    """Assert that the prefill's logits (padding's aside) and those of every step are transformers'."""
+    decoder = decoder or QwenDecoder.from_transformers(model)
+    ids, mask = prompts(pads)
+    theirs, mine = hf.DynamicCache(config=model.config), decoder.cache(len(pads), attention_mask=mask)
+    for step in range(steps + 1):
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        right = model(ids, attention_mask=mask, position_ids=positions, use_cache=True, **{CACHE: theirs}).logits
+        found = decoder(ids, cache=mine)
+        real = mask.bool() if step == 0 else torch.ones_like(ids, dtype=torch.bool)
+        assert torch.equal(found[real], right[real]), f"step {step}"
+        ids = right[:, -1:].argmax(-1)
+        mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
+    assert mine.length == LENGTH + steps
+    return mine
+
+
+@pytest.fixture(scope="module")
+def pair():
+    model = model_of()
+    return model, QwenDecoder.from_transformers(model)
+
+
+@pytest.fixture(scope="module")
+def sliding():
+    model = model_of(**SHAPES["sliding after the first"])
+    return model, QwenDecoder.from_transformers(model)
+
+
+# ---- logits
+
+
+# Every shape in one dtype of each kind; the whole product is `slow`.
+FEW = [
+    *((kind, shape, torch.float32, "left-padded") for kind in KINDS for shape in SHAPES),
+    *(("qwen3", shape, torch.bfloat16, "left-padded") for shape in SHAPES),
+    *((kind, "plain", dtype, pads) for kind in KINDS for dtype in (torch.float32, torch.bfloat16) for pads in PADS),
+    ("qwen3", "sliding after the first", torch.float32, "one row"),
+    ("qwen3", "plain", torch.float16, "left-padded"),
+    ("qwen3", "plain", torch.float64, "left-padded"),
+]
+
+
+@pytest.mark.parametrize(("kind", "shape", "dtype", "pads"), dict.fromkeys(FEW))
+def test_logits_are_those_of_transformers(kind, shape, dtype, pads):
+    compare(model_of(kind, dtype, **SHAPES[shape]), PADS[pads])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pads", PADS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_those_of_transformers_for_every_combination(kind, shape, dtype, pads):
+    compare(model_of(kind, dtype, **SHAPES[shape]), PADS[pads])
+
+
+@pytest.mark.skipif(not V5, reason="transformers 4 gives Qwen3 no biases on the output")
+def test_biases_of_a_qwen3_are_used():
+    model = model_of(attention_bias=True)
+
+    assert model.model.layers[0].self_attn.o_proj.bias is not None
+    compare(model, PADS["left-padded"], steps=4)
+
+
+def test_frequencies_that_a_model_had_rounded_are_part_of_what_it_computes():
+    model = model_of().to(torch.bfloat16)  # casts the frequencies too
+    decoder = QwenDecoder.from_transformers(model)
+
+    compare(model, PADS["left-padded"], steps=8, decoder=decoder)
+    assert decoder.report()["rope"] == "default, frequencies as the transformers model held them"
+    assert QwenDecoder.from_transformers(model_of()).report()["rope"] == "default"
+
+
+def test_logits_without_a_cache_and_of_the_last_tokens_only(pair):
+    model, decoder = pair
+    ids, mask = prompts((0, 0))
+    with torch.no_grad():
+        assert torch.equal(decoder(ids), model(ids).logits)
+        for keep in (1, 3):  # rows of a strided slice: together or apart, by whether the weight wants a gradient
+            assert torch.equal(decoder(ids, keep=keep), model(ids, logits_to_keep=keep).logits)
+        ids, mask = prompts(PADS["left-padded"])
+        right = model(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits
+        assert torch.equal(decoder(ids, attention_mask=mask)[mask.bool()], right[mask.bool()])
+
+
+def test_a_prompt_taken_in_by_pieces_gives_what_transformers_gives(sliding):
+    model, decoder = sliding
+    ids, mask = prompts(PADS["left-padded"])
+    theirs, mine = hf.DynamicCache(config=model.config), decoder.cache(3, attention_mask=mask)
+    with torch.no_grad():
+        for start, stop in ((0, 3), (3, 12), (12, 13), (13, LENGTH)):
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, start:stop]
+            right = model(
+                ids[:, start:stop], attention_mask=mask[:, :stop], position_ids=positions, use_cache=True,
+                **{CACHE: theirs},
+            ).logits  # fmt: skip
+            found = decoder(ids[:, start:stop], cache=mine)
+            real = mask[:, start:stop].bool()
+            assert torch.equal(found[real], right[real])
+
+
+def test_embeddings_may_come_in_place_of_ids_and_the_hidden_state_in_place_of_logits(pair):
+    model, decoder = pair
+    ids, _ = prompts((0, 0))
+    with torch.no_grad():
+        embeds = model.model.embed_tokens(ids)
+        before = embeds.clone()
+        assert torch.equal(decoder(embeds=embeds), model(ids).logits)
+        assert torch.equal(embeds, before)
+        assert torch.equal(decoder.hidden(ids), model.model(ids).last_hidden_state)
+
+
+def test_queries_and_keys_together_are_the_same_as_apart(pair):
+    _, decoder = pair
+    ids, _ = prompts((0, 0))
+    with torch.no_grad():
+        together = decoder(ids)
+    with torch.enable_grad():  # where a gradient could be wanted they stay apart
+        apart = decoder(ids)
+
+    assert torch.equal(together, apart)
+
+
+def test_a_norm_weight_that_is_changed_later_is_seen():
+    model = model_of()
+    decoder = QwenDecoder.from_transformers(model)
+    compare(model, (0,), steps=1, decoder=decoder)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_norm.weight.mul_(2)  # shared with the decoder
+
+    compare(model, (0,), steps=1, decoder=decoder)
+
+
+def test_gradients_without_a_cache_are_those_of_transformers():
+    model = model_of()
+    decoder = QwenDecoder.from_transformers(model)
+    decoder.requires_grad_(requires_grad=True)
+    ids, _ = prompts((0, 0))
+    decoder(ids).square().mean().backward()
+    model(ids).logits.square().mean().backward()
+
+    for name, each in decoder.named_parameters():
+        other = model.get_parameter(name)
+        torch.testing.assert_close(each.grad, other.grad, rtol=1e-4, atol=1e-6)
+
+
+# ---- generating
+
+
+def generated(model, ids, mask, **options):
+    options = {"max_new_tokens": 20, "do_sample": False} | options
+    return model.generate(ids, attention_mask=mask, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pads", PADS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_are_those_of_generate(kind, pads, dtype):
+    model = model_of(kind, dtype, **SHAPES["sliding after the first"])
+    ids, mask = prompts(PADS[pads])
+    found = QwenDecoder.from_transformers(model).generate(ids, attention_mask=mask, max_new_tokens=20)
+
+    assert torch.equal(found, generated(model, ids, mask))
+    assert len(set(found[0, LENGTH:].tolist())) > 2  # not one id over and over
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sampled_ids_and_the_generator_are_those_of_generate(pair, seed):
+    model, decoder = pair
+    ids, mask = prompts(PADS["left-padded"])
+    options = {"temperature": 1.3, "top_k": 40, "top_p": 0.9, "repetition_penalty": 1.2}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        right = generated(model, ids, mask, **options | {"do_sample": True})
+        after = torch.get_rng_state()
+    generator = torch.Generator().manual_seed(seed)
+    found = decoder.generate(
+        ids, attention_mask=mask, max_new_tokens=20, sampler=Sampler(**options), generator=generator
+    )
+
+    assert torch.equal(found, right)
+    assert torch.equal(generator.get_state(), after)
+
+
+def test_rows_end_at_an_end_and_go_on_with_padding(pair):
+    model, decoder = pair
+    ids, mask = prompts(PADS["left-padded"])
+    free = generated(model, ids, mask)[:, LENGTH:]
+    ends = [int(free[0, 2]), int(free[1, 7])]
+    right = generated(model, ids, mask, eos_token_id=ends, pad_token_id=5)
+    found = decoder.generate(ids, attention_mask=mask, max_new_tokens=20, eos=ends, pad=5)
+
+    assert torch.equal(found, right)
+    assert 5 in found[0]
+    tokens = list(decoder.stream(ids[:1], max_new_tokens=20, eos=ends[0]))
+    assert len(tokens) == 3
+    assert tokens[-1].ended == (True,)
+    assert not any(tokens[1].ended)
+
+
+def test_it_stops_when_all_rows_have_ended_and_fills_with_the_first_end(pair):
+    model, decoder = pair
+    ids, mask = prompts((0, 0))
+    ends = sorted({int(each) for each in generated(model, ids, mask)[:, LENGTH + 1]})
+    found = decoder.generate(ids, max_new_tokens=20, eos=ends)
+    last = found[:, LENGTH:]
+
+    assert last.shape[1] <= 2
+    assert all(set(row.tolist()) & set(ends) for row in last)
+    assert decoder.generate(ids, max_new_tokens=5, eos=()).shape[1] == LENGTH + 5
+
+
+def test_the_ends_are_those_that_the_model_was_saved_with():
+    model = model_of()
+    ids, mask = prompts((0,))
+    model.generation_config.eos_token_id = [int(generated(model, ids, mask)[0, LENGTH + 3])]
+    decoder = QwenDecoder.from_transformers(model)
+
+    assert decoder.eos == tuple(model.generation_config.eos_token_id)
+    assert torch.equal(decoder.generate(ids, max_new_tokens=20), generated(model, ids, mask))
+    assert decoder.generate(ids, max_new_tokens=20, eos=()).shape[1] == LENGTH + 20
+
+
+def test_a_function_may_choose(pair):
+    _, decoder = pair
+    ids, mask = prompts(PADS["left-padded"])
+    seen = []
+
+    def least(logits, step):
+        seen.append((step, logits.dtype, tuple(logits.shape)))
+        return logits.argmin(-1)
+
+    found = decoder.generate(ids, attention_mask=mask, max_new_tokens=3, sampler=least)
+    with torch.no_grad():
+        first = decoder(ids, attention_mask=mask)[:, -1].argmin(-1)
+
+    assert torch.equal(found[:, LENGTH], first)
+    assert seen == [(step, torch.float32, (3, VOCABULARY)) for step in range(3)]
+    with pytest.raises(fb.InputError, match=r"the sampler gave torch.float32 \(3, 97\); expected one integer id a row"):
+        decoder.generate(ids, max_new_tokens=1, sampler=lambda logits, step: logits)
+    with pytest.raises(fb.InputError, match="sampler is 3; expected a Sampler"):
+        decoder.stream(ids, max_new_tokens=1, sampler=3)
+
+
+def test_invalid_probabilities_raise_what_torch_raises():
+    model = model_of()
+    decoder = QwenDecoder.from_transformers(copy.deepcopy(model))
+    with torch.no_grad():
+        decoder.model.norm.weight.fill_(torch.nan)
+    ids, _ = prompts((0,))
+    with pytest.raises(DrawError, match="probability tensor contains either `inf`, `nan` or element < 0"):
+        decoder.generate(ids, max_new_tokens=2, sampler=Sampler(), generator=torch.Generator())
+
+
+def test_progress_is_told_and_may_end_it(pair):
+    _, decoder = pair
+    ids, _ = prompts((0, 0))
+    told = []
+    found = decoder.generate(ids, max_new_tokens=4, on_token=told.append)
+
+    assert [token.index for token in told] == [0, 1, 2, 3]
+    assert [list(token.ids) for token in told] == found[:, LENGTH:].T.tolist()
+    assert torch.equal(told[2].tensor, found[:, LENGTH + 2 : LENGTH + 3])
+
+    class StopError(Exception):
+        pass
+
+    def stop(token):
+        raise StopError
+
+    with pytest.raises(StopError):
+        decoder.generate(ids, max_new_tokens=4, on_token=stop)
+
+
+def test_a_closed_stream_leaves_nothing_behind(pair):
+    _, decoder = pair
+    ids, _ = prompts((0, 0))
+    run = fb.Run()
+    stream = fb.steps(decoder.stream(ids, max_new_tokens=10), "exact", run=run)
+    first = next(stream)
+    assert context.bound() is None  # between two steps
+    assert torch.is_grad_enabled()
+    assert not torch.is_inference_mode_enabled()
+    stream.close()
+
+    assert context.bound() is None
+    assert torch.is_grad_enabled()
+    assert next(stream, None) is None
+    assert sum(run.report()["attention"]["used"].values()) == LAYERS
+    assert first.index == 0
+
+
+def test_a_closed_stream_gives_its_cache_back(pair, monkeypatch):
+    _, decoder = pair
+    ids, _ = prompts((0,))
+    made = []
+    make = decoder.cache
+    monkeypatch.setattr(decoder, "cache", lambda *a, **k: made.append(weakref.ref(cache := make(*a, **k))) or cache)
+    stream = decoder.stream(ids, max_new_tokens=10)
+    next(stream)
+    assert made[0]() is not None
+    stream.close()
+    gc.collect()
+
+    assert made[0]() is None
+
+
+def test_a_stream_may_go_on_in_another_mode_and_thread_than_it_began_in(pair):
+    model, decoder = pair
+    ids, mask = prompts((0, 0))
+    right = generated(model, ids, mask)[:, LENGTH:].T.tolist()
+    with torch.inference_mode():
+        stream = decoder.stream(ids, max_new_tokens=20)
+        tokens = [next(stream)]
+    tokens.append(next(stream))
+    worker = threading.Thread(target=lambda: tokens.extend(stream))
+    worker.start()
+    worker.join(20)
+
+    assert [list(token.ids) for token in tokens] == right
+
+
+def test_requests_on_one_decoder_do_not_see_each_other(sliding):
+    model, decoder = sliding
+    asked = [prompts(pads, length) for pads, length in (((0,), 5), ((0, 2), 9), ((1, 0, 4), 12), ((0,), 20))]
+    right = [generated(model, ids, mask) for ids, mask in asked]
+    found = [None] * len(asked)
+    barrier = threading.Barrier(len(asked), timeout=20)
+
+    def work(index):
+        ids, mask = asked[index]
+        parts = [ids]
+        for token in decoder.stream(ids, attention_mask=mask, max_new_tokens=20):
+            parts.append(token.tensor)
+            barrier.wait()
+        found[index] = torch.cat(parts, 1)
+
+    workers = [threading.Thread(target=work, args=(index,)) for index in range(len(asked))]
+    for each in workers:
+        each.start()
+    for each in workers:
+        each.join(30)
+
+    assert all(torch.equal(*each) for each in zip(found, right, strict=True))
+
+
+def test_it_draws_from_no_generator_but_its_own(pair):
+    model, _ = pair
+    before = torch.get_rng_state()
+    decoder = QwenDecoder.from_transformers(model)
+    decoder.generate(prompts((0,))[0], max_new_tokens=3)
+    norms.fused_norm_exact.__wrapped__(CPU, torch.float32, 48, 1e-6)
+
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# ---- policies and sites
+
+
+@pytest.mark.parametrize("shape", ["plain", "sliding after the first"])
+@pytest.mark.parametrize("name", ["auto", "exact", "fast", "sdpa-math", "sdpa-cpu"])
+def test_every_policy_gives_the_tokens_and_counts_every_layer_of_every_step(name, shape):
+    model = model_of(**SHAPES[shape])
+    decoder = QwenDecoder.from_transformers(model)
+    ids, mask = prompts(PADS["left-padded"])
+    steps, logits = 8, []
+    try:
+        policy = fb.policy_for(name)
+    except fb.PolicyError:
+        pytest.skip(f"{name} is not installed")
+
+    def keep(scores, step):
+        logits.append(scores.clone())
+        return scores.argmax(-1)
+
+    right = model.generate(
+        ids, attention_mask=mask, max_new_tokens=steps, do_sample=False, output_logits=True,
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    run = fb.Run()
+    with fb.bind(policy, run=run):
+        found = decoder.generate(ids, attention_mask=mask, max_new_tokens=steps, sampler=keep)
+    report = run.report()["attention"]
+
+    assert torch.equal(found, right.sequences), report
+    for mine, theirs in zip(logits, right.logits, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+    assert sum(report["used"].values()) == LAYERS * steps
+    if name == "sdpa-math":
+        assert report["used"] == {"sdpa-math": LAYERS * steps}
+
+
+@pytest.mark.parametrize("pads", PADS)
+def test_every_structure_describes_its_dense_mask(sliding, pads):
+    _, decoder = sliding
+    ids, mask = prompts(PADS[pads])
+    cache = decoder.cache(len(ids), attention_mask=mask)
+    with torch.no_grad():
+        for start, stop in ((0, 2), (2, 3), (3, LENGTH), *((LENGTH, LENGTH + 1),) * 12):
+            new = stop - start
+            for kind, given in decoder.given(cache, new).items():
+                length = cache.kept(decoder.config.window_of(kind)) + new
+                if given.info is not None:
+                    check_mask_info(given.mask, given.info, new, length, CPU)
+                    assert given.info.padding == (None if cache.real is None else "left")
+                else:
+                    assert given.mask is None
+                    assert given.causal == (new > 1)
+            decoder(ids[:, :new], cache=cache)
+
+
+def test_keys_reach_a_backend_unrepeated_and_padding_as_structure(pair, monkeypatch):
+    _, decoder = pair
+    ids, mask = prompts(PADS["left-padded"])
+    given = []
+    attention = decoder_layers.attention
+    monkeypatch.setattr(
+        decoder_layers, "attention", lambda q, k, v, **rest: given.append((q, k, rest)) or attention(q, k, v, **rest)
+    )
+    decoder.generate(ids, attention_mask=mask, max_new_tokens=2)
+
+    for q, k, rest in given:
+        assert (q.shape[1], k.shape[1]) == (8, 2)
+        assert rest["enable_gqa"]
+        assert rest["mask_info"].padding == "left"
+    step = given[-1]
+    assert step[1].shape[2] == LENGTH + 1
+    assert step[1].stride(1) > step[1].shape[2] * step[1].shape[3]  # a view of a longer buffer
+
+
+def test_the_sites_refuse_approximate_backends():
+    assert not decoder_layers.FULL.approx_ok
+    assert not decoder_layers.SLIDING.approx_ok
+
+
+def in_child(code, **environment):
+    env = {name: value for name, value in os.environ.items() if not name.startswith("FUSEBOARD_")}
+    env |= {"PYTHONPATH": os.pathsep.join(sys.path), **environment}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+CHILD = """
+import torch, fuseboard as fb
+from fuseboard.engine.decoder import QwenDecoder
+config = {"model_type": "qwen3", "vocab_size": 20, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3,
+          "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "use_sliding_window": True,
+          "sliding_window": 4, "max_window_layers": 1}
+decoder = QwenDecoder(config)
+generator = torch.Generator().manual_seed(0)
+decoder.load({name: torch.randn(each.shape, generator=generator) for name, each in decoder.named_parameters()})
+mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+ids = torch.tensor([[0, 0, 3, 4, 5], [1, 2, 3, 4, 5]])
+"""
+
+
+def test_every_declared_site_goes_through_the_dispatcher_and_every_structure_is_checked():
+    found = in_child(
+        CHILD + "decoder.generate(ids, attention_mask=mask, max_new_tokens=7)\n"
+        "print({name: count for name, count in fb.site_calls().items() if name.startswith('qwen')})",
+        FUSEBOARD_TEST="count",
+        FUSEBOARD_DEBUG="masks",
+    )
+
+    assert found == ["{'qwen.full': 7, 'qwen.sliding': 14}"]
+
+
+def test_it_needs_no_transformers_and_no_safetensors():
+    found = in_child(
+        CHILD + "decoder.generate(ids, attention_mask=mask, max_new_tokens=2)\n"
+        "import sys; print([name for name in ('transformers', 'safetensors') if name in sys.modules])"
+    )
+
+    assert found == ["[]"]
+
+
+# ---- the cache
+
+
+def test_keys_are_views_of_a_buffer_that_grows_by_half():
+    cache = KVCache([None], 1)
+    moved, last = 0, None
+    for length in range(1, 400):
+        cache.begin()
+        new = torch.full((1, 2, 1, 4), float(length))
+        keys, values = cache.put(0, new, -new)
+        cache.end(1)
+        assert keys.shape == (1, 2, length, 4)
+        moved += keys.untyped_storage().data_ptr() != last
+        last = keys.untyped_storage().data_ptr()
+        assert torch.equal(keys[0, 0, :, 0], torch.arange(1.0, length + 1))
+        assert torch.equal(values, -keys)
+    assert moved < 8
+    assert cache.nbytes < 2 * 2 * 2 * 400 * 4 * 4
+
+
+@pytest.mark.parametrize("first", [1, 3, 300])
+def test_a_sliding_layer_keeps_what_its_window_sees(first):
+    window = 5
+    cache, everything = KVCache([window], 1), torch.arange(1.0, 1001)
+    cache.begin()
+    keys, _ = cache.put(0, *(everything[:first].view(1, 1, first, 1),) * 2)
+    cache.end(first)
+    assert torch.equal(keys.flatten(), everything[:first])
+    for step in range(first, 700):
+        cache.begin()
+        keys, _ = cache.put(0, *(everything[step : step + 1].view(1, 1, 1, 1),) * 2)
+        cache.end(1)
+        assert torch.equal(keys.flatten(), everything[max(step + 1 - window, 0) : step + 1])
+    assert cache.nbytes == 2 * (2 * window + 64) * 4
+
+
+def test_a_cache_left_half_written_says_so(pair, monkeypatch):
+    _, decoder = pair
+    ids, _ = prompts((0,))
+    cache = decoder.cache(1)
+    monkeypatch.setattr(cache, "put", lambda *_: (_ for _ in ()).throw(MemoryError()))
+    with pytest.raises(MemoryError):
+        decoder(ids, cache=cache)
+    with pytest.raises(RuntimeError, match="this cache was left half written"):
+        decoder(ids, cache=cache)
+
+
+def test_padding_anywhere_has_each_rows_positions(pair):
+    model, decoder = pair
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 0, 1, 1, 0, 1], [0, 0, 1, 1, 1, 1]])
+    ids = torch.randint(1, VOCABULARY, mask.shape, generator=torch.Generator().manual_seed(3))
+    found = decoder.generate(ids, attention_mask=mask, max_new_tokens=4)
+
+    for row in range(3):  # each alone, without its padding, within the rounding of another shape
+        alone = model.generate(
+            ids[row, mask[row].bool()][None],
+            attention_mask=torch.ones(1, int(mask[row].sum())).long(),
+            max_new_tokens=4,
+            do_sample=False,
+        )
+        assert torch.equal(found[row, -4:], alone[0, -4:])
+
+
+def test_a_mask_that_hides_nothing_is_no_mask_and_a_caller_may_say_so():
+    ones = torch.ones(2, 5)
+    assert RealKeys.of(ones, (2, 5), CPU, None) is None
+    assert RealKeys.of(ones, (2, 5), CPU, True) is None  # on the CPU it is read all the same
+    assert RealKeys.of(torch.zeros(2, 5), (2, 5), CPU, False) is None
+    real = RealKeys.of(torch.tensor([[0, 0, 1], [1, 1, 1]]), (2, 3), CPU, True)
+    assert (real.padding, real.longest) == ("left", 3)
+    with pytest.raises(fb.InputError, match=r"attention_mask has shape \(2, 5\); expected \(2, 4\)"):
+        RealKeys.of(ones, (2, 4), CPU, None)
+
+
+# ---- loading
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' own while it loads
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shards", ["one file", "several files"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_gives_what_the_model_loaded_from_it_gives(tmp_path, kind, shards, dtype):
+    pytest.importorskip("safetensors", reason="safetensors is not installed")
+    model = model_of(kind, dtype, **SHAPES["yarn"] | SHAPES["tied"] | SHAPES["sliding after the first"])
+    model.generation_config.eos_token_id = [3, 4]
+    model.save_pretrained(tmp_path, max_shard_size="20KB" if shards == "several files" else "1GB")
+    assert (tmp_path / "model.safetensors.index.json").exists() == (shards == "several files")
+    decoder = QwenDecoder.from_folder(tmp_path)
+
+    assert decoder.dtype == dtype
+    assert decoder.eos == (3, 4)
+    # The judge is loaded from there too: MKL's fp32 bits depend on how the weights are aligned in memory.
+    judge = KINDS[kind][1].from_pretrained(tmp_path, attn_implementation="sdpa", dtype=dtype).eval()
+    compare(judge, PADS["left-padded"], steps=6, decoder=decoder)
+    assert QwenDecoder.from_folder(tmp_path, dtype=torch.float64).dtype == torch.float64
+
+
+def test_weights_are_shared_unless_they_are_cast(pair):
+    model, decoder = pair
+    weight = model.model.layers[1].mlp.up_proj.weight
+
+    assert decoder.model.layers[1].mlp.up_proj.weight.data_ptr() == weight.data_ptr()
+    assert weight.requires_grad
+    assert not any(each.requires_grad for each in decoder.parameters())
+    cast = QwenDecoder.from_transformers(model, dtype=torch.bfloat16)
+    assert cast.dtype == torch.bfloat16
+    assert decoder.state_dict().keys() == model.state_dict().keys()
+
+
+def test_a_stack_without_its_head_needs_a_tied_embedding():
+    model = model_of(tie_word_embeddings=True)
+    decoder = QwenDecoder.from_transformers(model.model)
+    ids, _ = prompts((0,))
+    with torch.no_grad():
+        assert torch.equal(decoder(ids), model(ids).logits)
+    with pytest.raises(weights.WeightsError, match=r"missing: lm_head\.weight"):
+        QwenDecoder.from_transformers(model_of().model)
+
+
+def test_every_weight_that_is_wrong_is_named_before_any_is_taken(pair):
+    model, _ = pair
+    state = dict(model.state_dict())
+    del state["model.layers.2.self_attn.q_norm.weight"]
+    state["model.layers.3.mlp.up_proj.weight"] = torch.zeros(1)
+    state["model.norm.weight"] = torch.zeros(63)
+    decoder = QwenDecoder(model.config)
+    with pytest.raises(weights.WeightsError) as caught:
+        decoder.load(state)
+    error = caught.value
+
+    assert error.missing == ("model.layers.2.self_attn.q_norm.weight",)
+    assert error.unexpected == ("model.layers.3.mlp.up_proj.weight",)
+    assert error.misshapen == (("model.norm.weight", (63,), (64,)),)
+    assert str(error) == (
+        "the weights are not those of the configuration; nothing was loaded. "
+        "missing: model.layers.2.self_attn.q_norm.weight; unexpected: model.layers.3.mlp.up_proj.weight; "
+        "of another shape: model.norm.weight is (63,), expected (64,)."
+    )
+    assert decoder.device.type == "meta"
+    with pytest.raises(RuntimeError, match=r"has no weights yet; call load\(\)"):
+        decoder(prompts((0,))[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda s: s.update({"model.norm.weight": s["model.norm.weight"].half()}), "several dtypes"),
+        (lambda s: s.update({"model.norm.weight": s["model.norm.weight"].to(torch.int8)}), "quantised"),
+        (lambda s: s.update({"model.norm.weight": s["model.norm.weight"].to("meta")}), "without memory"),
+    ],
+)
+def test_weights_that_cannot_be_computed_with_are_refused(pair, change, said):
+    state = dict(pair[0].state_dict())
+    change(state)
+    with pytest.raises(weights.WeightsError, match=said):
+        QwenDecoder(pair[0].config).load(state)
+
+
+def test_a_head_that_is_not_the_embedding_it_is_said_to_be_is_refused():
+    model = model_of(tie_word_embeddings=True)
+    state = dict(model.state_dict())
+    state["lm_head.weight"] = state["lm_head.weight"] + 1
+    with pytest.raises(weights.WeightsError, match=r"tie_word_embeddings is set, but lm_head\.weight differs"):
+        QwenDecoder(model.config).load(state)
+
+
+def test_a_folder_says_what_it_lacks(tmp_path, monkeypatch):
+    pytest.importorskip("safetensors", reason="safetensors is not installed")
+    with pytest.raises(fb.InputError, match=r"expected a folder with config\.json and safetensors"):
+        QwenDecoder.from_folder(tmp_path)
+    model = model_of()
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    min(tmp_path.glob("model-*.safetensors")).unlink()
+    with pytest.raises(weights.WeightsError, match="names files that are not in the folder: model-00001"):
+        QwenDecoder.from_folder(tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(fb.InputError, match=r"neither model.safetensors nor model.safetensors.index.json"):
+        QwenDecoder.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(fb.InputError, match="is not JSON"):
+        QwenDecoder.from_folder(tmp_path)
+
+
+def test_without_safetensors_its_install_line_is_given(tmp_path, monkeypatch):
+    model_of().config.save_pretrained(tmp_path)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ModuleNotFoundError, match="pip install safetensors"):
+        QwenDecoder.from_folder(tmp_path)
+
+
+def test_a_shard_that_has_more_than_its_index_says_is_read_by_the_index(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
+    model = model_of()
+    model.config.save_pretrained(tmp_path)
+    state = {name: each.contiguous() for name, each in model.state_dict().items()}
+    names = sorted(state)
+    first, second = names[: len(names) // 2], names[len(names) // 2 :]
+    stale = {first[0]: torch.zeros(3)}
+    safetensors.save_file({name: state[name] for name in first}, tmp_path / "a.safetensors")
+    safetensors.save_file({name: state[name] for name in second} | stale, tmp_path / "b.safetensors")
+    index = {name: "a.safetensors" if name in first else "b.safetensors" for name in names}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+    found = QwenDecoder.from_folder(tmp_path).state_dict()
+    assert all(torch.equal(found[name], state[name]) for name in names)
+
+
+# ---- configurations
+
+CONFIG = {
+    "model_type": "qwen3", "vocab_size": 20, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"model_type": "llama"}, "model_type is 'llama'; QwenDecoder computes 'qwen2' and 'qwen3'"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; QwenDecoder computes 'silu'"),
+        ({"quantization_config": {"bits": 4}}, "asks for quantization_config"),
+        ({"softcap": 30.0}, "asks for softcap"),
+        ({"is_causal": False}, "is_causal is False"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "rope type 'llama3' is not implemented"),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [1]}}, "rope type 'mrope' is not implemented"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "needs a factor; given None"),
+        ({"rope_parameters": {"rope_type": "default", "factor": 2.0}}, "'default' has no option 'factor'"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "no option 'full_attention'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        (
+            {"layer_types": ["full_attention", "chunked_attention"]},
+            "layer_types has 2 of them with 'chunked_attention'",
+        ),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 of them; expected 2"),
+        ({"layer_types": ["sliding_attention"] * 2}, "sliding_window is None with use_sliding_window None"),
+        ({"num_key_value_heads": 3}, "num_attention_heads is 4 and num_key_value_heads 3"),
+        ({"head_dim": 7}, "head_dim is 7; rotary positions need an even one"),
+        ({"hidden_size": None}, "the configuration lacks hidden_size"),
+        ({"vocab_size": 0}, "vocab_size is 0; expected an int of at least 1"),
+        ({"model_type": "qwen2", "attention_bias": False}, "attention_bias is False"),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(option, said):
+    with pytest.raises(fb.InputError) as caught:
+        QwenDecoder(CONFIG | option)
+
+    assert said in str(caught.value)
+
+
+def test_an_option_that_says_nothing_about_the_arithmetic_may_be_ignored_by_name():
+    with pytest.raises(fb.InputError, match=r"pass ignore=\['unsloth_version'\]"):
+        QwenDecoder(CONFIG | {"unsloth_version": "1"})
+    assert QwenDecoder(CONFIG | {"unsloth_version": "1"}, ignore=["unsloth_version"]).config.head_dim == 8
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_configuration_is_read_alike_from_transformers_and_from_its_file(tmp_path, kind, shape):
+    config = config_of(kind, **SHAPES[shape])
+    config.save_pretrained(tmp_path)
+
+    assert DecoderConfig.of(config) == DecoderConfig.of(json.loads((tmp_path / "config.json").read_text()))
+
+
+def test_a_file_of_transformers_4_means_what_it_meant():
+    old = CONFIG | {"rope_theta": 5e5, "rope_scaling": {"type": "yarn", "factor": 4.0}, "max_position_embeddings": 64}
+    new = CONFIG | {
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0}, "max_position_embeddings": 64
+    }  # fmt: skip
+    assert DecoderConfig.of(old) == DecoderConfig.of(new)
+    assert DecoderConfig.of(old).rope.options["original_max_position_embeddings"] == 64
+
+
+@pytest.mark.skipif(not V5, reason="transformers 4 keeps these functions elsewhere")
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize("theta", [10000.0, 1000000, 5e6])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rope_type": "linear", "factor": 3.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096},
+        {"rope_type": "yarn", "factor": 4, "truncate": False, "beta_fast": 24, "beta_slow": 2},
+        {"rope_type": "yarn", "factor": 40.0, "mscale": 0.7, "mscale_all_dim": 1.0},
+        {"rope_type": "dynamic", "factor": 3.0},
+    ],
+)
+def test_frequencies_are_those_of_transformers(options, theta, head_dim):
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = config_of(
+        head_dim=head_dim, max_position_embeddings=8192, rope_parameters={**options, "rope_theta": theta}
+    )
+    mine = DecoderConfig.of(config).rope
+    theirs = ROPE_INIT_FUNCTIONS[mine.kind]
+    lengths = [None] + ([torch.tensor(9000), torch.tensor(30001)] if mine.kind == "dynamic" else [])
+    for length in lengths:
+        right, factor = theirs(config, seq_len=length)
+        found, mine_factor = rope.frequencies(mine, longest=None if length is None else int(length))
+        assert torch.equal(found, right)
+        assert mine_factor == factor
+
+
+# ---- norms
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_norm_that_is_used_has_the_formulas_bits(dtype):
+    for size in (16, 128, 1000):
+        if norms.fused_norm_exact(CPU, dtype, size, 1e-6):
+            x = torch.randn(301, size, generator=torch.Generator().manual_seed(5)).to(dtype) * 3
+            assert torch.equal(torch.nn.functional.rms_norm(x, (size,), None, 1e-6), norms.upcast_norm(x, 1e-6))
+
+
+def test_a_norm_with_other_bits_is_found_out(monkeypatch):
+    # fp64: transformers rounds to fp32 on the way, torch does not.
+    assert not norms.fused_norm_exact(CPU, torch.float64, 32, 1e-6)
+    right = torch.nn.functional.rms_norm
+    monkeypatch.setattr(
+        torch.nn.functional, "rms_norm", lambda x, *rest: right(x, *rest) * (1 + (x.shape[0] == 17) * 1e-6)
+    )
+    assert not norms.fused_norm_exact.__wrapped__(CPU, torch.float32, 32, 1e-6)  # for 17 rows alone
+    monkeypatch.setattr(torch.nn.functional, "rms_norm", lambda *_: (_ for _ in ()).throw(NotImplementedError()))
+    assert not norms.fused_norm_exact.__wrapped__(CPU, torch.float32, 32, 1e-6)
+
+
+def test_the_test_of_a_norm_is_made_once_for_each_size(monkeypatch):
+    made = []
+    monkeypatch.setattr("fuseboard.engine.decoder.fused_norm_exact", lambda *arguments: made.append(arguments) or False)
+    model = model_of()
+    decoder = QwenDecoder.from_transformers(model)
+    compare(model, (0,), steps=3, decoder=decoder)  # by the formula, with the same bits
+
+    assert {size for _, _, size, _ in made} == {16, 64}
+    assert len(made) == 4 * LAYERS + 1
+    assert decoder.report()["norm"] == {"16": "transformers' formula", "64": "transformers' formula"}
+
+
+# ---- fused projections
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_fused_projections_give_the_same_within_rounding_and_are_reported(kind, dtype):
+    model = model_of(kind, dtype)
+    decoder = QwenDecoder.from_transformers(model)
+    assert decoder.report()["fused_projections"] is False
+    assert decoder.fuse() is decoder.fuse()
+    ids, mask = prompts(PADS["left-padded"])
+    with torch.no_grad():
+        right = model(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits
+        found = decoder(ids, attention_mask=mask)
+
+    bound = 1e-4 if dtype == torch.float32 else 0.15
+    torch.testing.assert_close(found[mask.bool()], right[mask.bool()], rtol=0, atol=bound)
+    report = decoder.report()
+    assert report["fused_projections"] is True
+    linears = [name for name, each in decoder.named_modules() if isinstance(each, torch.nn.Linear)]
+    assert len(linears) == 4 * LAYERS + 1
+    assert decoder.generate(ids, attention_mask=mask, max_new_tokens=3).shape == (3, LENGTH + 3)
+
+
+def test_fused_projections_are_for_inference():
+    decoder = QwenDecoder.from_transformers(model_of())
+    with pytest.raises(RuntimeError, match="fuse\\(\\) is for inference"):
+        decoder.train().fuse()
+    decoder.eval().requires_grad_(requires_grad=True)
+    with pytest.raises(RuntimeError, match="fuse\\(\\) is for inference"):
+        decoder.fuse()
+    decoder.requires_grad_(requires_grad=False).fuse()
+    with pytest.raises(RuntimeError, match="fused projections are for inference"):
+        decoder.train()
+    with pytest.raises(RuntimeError, match="load into a new QwenDecoder"):
+        decoder.load({})
+    embeds = torch.randn(1, 3, 64, requires_grad=True)
+    with pytest.raises(RuntimeError, match="fused projections are for inference, and a gradient is wanted"):
+        decoder(embeds=embeds)
+
+
+# ---- arguments
+
+
+def test_arguments_that_cannot_be_right_are_refused(pair):
+    _, decoder = pair
+    ids, mask = prompts((0, 0))
+    cases = [
+        (lambda: decoder.stream(ids[0], max_new_tokens=1), r"ids is torch.int64 \(14,\)"),
+        (lambda: decoder.stream(ids.float(), max_new_tokens=1), "ids is torch.float32"),
+        (lambda: decoder.stream(ids, max_new_tokens=0), "max_new_tokens is 0"),
+        (lambda: decoder.stream(ids, max_new_tokens=1, attention_mask=mask[:1]), r"attention_mask has shape \(1, 14\)"),
+        (decoder, "give either ids or embeds"),
+        (lambda: decoder(embeds=torch.zeros(1, 2, 63)), r"embeds is torch.float32 \(1, 2, 63\)"),
+        (lambda: decoder(ids, cache=decoder.cache(3)), "the cache is for 3 rows; given 2"),
+        (lambda: decoder(ids, cache=decoder.cache(2), attention_mask=mask), "attention_mask belongs to the cache"),
+    ]
+    for call, said in cases:
+        with pytest.raises(fb.InputError, match=said):
+            call()
+
+
+def test_autocast_and_gradients_through_a_cache_are_refused(pair):
+    _, decoder = pair
+    ids, _ = prompts((0,))
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(RuntimeError, match="leave autocast"):
+        decoder(ids)
+    embeds = torch.randn(1, 3, 64, requires_grad=True)
+    with pytest.raises(RuntimeError, match="a cache is written in place, and a gradient is wanted"):
+        decoder(embeds=embeds, cache=decoder.cache(1))
+
+
+def test_parts_on_two_devices_or_in_two_dtypes_are_refused():
+    decoder = QwenDecoder.from_transformers(model_of())
+    decoder.model.norm.to(torch.bfloat16)
+    with pytest.raises(RuntimeError, match=r"model.norm.weight is torch.bfloat16 on cpu, the"):
+        decoder(prompts((0,))[0])
+
+
+def test_the_report_says_how_it_computes(sliding):
+    _, decoder = sliding
+    report = decoder.report()
+
+    assert json.loads(json.dumps(report)) == report
+    assert report["sites"] == {"qwen.full": 1, "qwen.sliding": 2}
+    assert (report["model"], report["dtype"], report["device"]) == ("qwen3", "float32", "cpu")
+    assert report["queries and keys"] == "together"
+    assert report["heads sharing a key"] == 4
+
+
+def test_the_reference_packs_or_repeats_as_the_installed_transformers_does():
+    source = Path(hf.__file__).parent / "integrations" / "sdpa_attention.py"
+
+    assert decoder_layers.packs_queries() == ("def pack_gqa(" in source.read_text())
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_packed_queries_and_repeated_keys_agree_within_rounding(monkeypatch, packs):
+    monkeypatch.setattr(decoder_layers, "packs_queries", lambda: packs)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, length, 16, generator=generator) for heads, length in ((8, 1), (2, 9), (2, 9)))
+    mask = torch.ones(2, 1, 1, 9, dtype=torch.bool)
+    mask[1, ..., :4] = False
+    right = torch.nn.functional.scaled_dot_product_attention(
+        q.double(), k.double().repeat_interleave(4, 1), v.double().repeat_interleave(4, 1), attn_mask=mask
+    )
+
+    found = decoder_layers.reference(q, k, v, mask=mask, enable_gqa=True)
+    torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-6)
