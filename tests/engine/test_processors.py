@@ -34,6 +34,7 @@ def scores_of(choose: random.Random, vocab: int, dtype: torch.dtype) -> Tensor:
         scores.fill_(choose.choice([0.0, -0.0, 1.0, -3.0, -INF]))
     elif kind == "infinite":
         scores[-1, choose.randrange(vocab)] = INF
+        scores[0, choose.randrange(vocab)] = choose.choice([0.0, -0.0])
     elif kind == "one left":
         scores[:, 1:] = -INF
     return scores.to(dtype)
@@ -53,14 +54,17 @@ def history(choose: random.Random, batch: int, vocab: int) -> Tensor:
     return torch.tensor([[choose.randrange(vocab + 2) for _ in range(length)] for _ in range(batch)])
 
 
+PENALTIES = [1.1, 1.3, 2.0, 0.5, 0.99, 1e-3, 1e39, 1e-46]
+
+
 def a_penalty(choose: random.Random, scores: Tensor) -> tuple[Tensor, Tensor]:
-    vocab, penalty = scores.shape[-1], choose.choice([1.1, 1.3, 2.0, 0.5, 1e-3])
+    vocab, penalty = scores.shape[-1], choose.choice(PENALTIES)
     ids = history(choose, len(scores), vocab)
     return fs.repetition_penalty(scores, ids, penalty), hf.RepetitionPenaltyLogitsProcessor(penalty)(ids, scores)
 
 
 def a_penalty_over_a_mask(choose: random.Random, scores: Tensor) -> tuple[Tensor, Tensor]:
-    vocab, penalty = scores.shape[-1], choose.choice([1.1, 1.3, 2.0, 0.5, 1e-3])
+    vocab, penalty = scores.shape[-1], choose.choice(PENALTIES)
     ids = history(choose, len(scores), vocab)
     cut = choose.randint(0, ids.shape[1])
     seen = fs.seen_mask(ids[:, :cut], vocab)
@@ -118,7 +122,7 @@ PROCESSORS = [
 @pytest.mark.parametrize("case", PROCESSORS, ids=lambda case: case.__name__)
 def test_the_bits_are_transformers_for(case, dtype):
     choose = random.Random(0)
-    for _ in range(150):
+    for _ in range(200):
         scores = scores_of(choose, choose.choice([1, 2, 3, 10, 65, 1000]), dtype)
         before = scores.clone()
         found, expected = case(choose, scores)

@@ -33,6 +33,9 @@ __all__ = [
     "top_p",
 ]
 
+# Penalties far enough from what float32 takes for zero or infinity; with those, 0 * penalty or inf * penalty is NaN.
+_IN_FLOAT32 = (1e-30, 1e30)
+
 
 def token_mask(ids: Iterable[int], vocab: int, device: torch.device | str) -> Tensor:
     """A bool mask `(vocab,)`, True at `ids`; ids outside the vocabulary are left out, as transformers leaves them out.
@@ -102,6 +105,8 @@ def repetition_penalty_seen(scores: Tensor, seen: Tensor, penalty: float) -> Ten
     """
     check_positive_float("penalty", penalty)
     scores = scores.detach()
+    if not _IN_FLOAT32[0] < penalty < _IN_FLOAT32[1]:
+        return torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
     # Of the product and the quotient the wanted one is always the lower, or with a penalty below 1 the higher: rounding
     # keeps order. That takes half the time of choosing by sign, and one tensor less of the vocabulary's size.
     choose = torch.minimum if penalty > 1 else torch.maximum
