@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from fuseboard.ops import tripwire
+
 START = """
 import json, logging, sys, threading
 import torch, torch.nn.attention
@@ -159,6 +161,9 @@ show(wire.changes())
     ((what, before, after, who),), _ = run(tmp_path, code)
 
     assert (what, before) == ("aten::_flash_attention_forward on CUDA", OWN)
+    if after == tripwire.FROM_PYTHON:  # torch 2.6 does not say where
+        assert who is None
+        return
     line = (tmp_path / "main.py").read_text().splitlines().index('library = torch.library.Library("aten", "IMPL")') + 1
     assert who == f"main.py:{line}"
     assert after.endswith(who)

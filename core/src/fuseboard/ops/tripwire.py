@@ -101,7 +101,9 @@ _OPERATORS = (
     *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_attention_math"),
     *("_scaled_dot_product_fused_attention_overrideable", "_fused_sdp_choice"),
 )
-_REGISTERED = re.compile(r"^(\w+)(?:\[alias\])?: registered at (.+?\.py:\d+) ::", re.MULTILINE)
+_REGISTERED = re.compile(r"^(\w+)(?:\[alias\])?: registered at (.+?\.py:\d+|/dev/null:\d+) ::", re.MULTILINE)
+FROM_PYTHON = "a kernel from Python"
+"""In place of where it was registered, which torch 2.6 does not say."""
 
 
 @attrs.frozen
@@ -173,7 +175,7 @@ def _overrides() -> dict[str, str]:
         with contextlib.suppress(RuntimeError):  # another version of torch
             for key, where in _REGISTERED.findall(dump(f"aten::{operator}")):
                 if key != "Meta":  # shapes only, and torch's own
-                    found[f"aten::{operator} on {key}"] = where
+                    found[f"aten::{operator} on {key}"] = FROM_PYTHON if where.startswith("/dev/null") else where
     return found
 
 
@@ -258,7 +260,7 @@ class Tripwire:
                 before, after = self._last.get(what, OWN), now.get(what, OWN)
                 if before != after:
                     seen = who
-                    if seen is None and after != OWN and (what == SDPA or what.startswith("aten::")):
+                    if seen is None and after not in (OWN, FROM_PYTHON) and (what == SDPA or what.startswith("aten::")):
                         seen = _short(after)
                     self._found.append(Change(what, before, after, seen, time.time()))
             self._last = now
