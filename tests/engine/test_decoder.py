@@ -1030,3 +1030,18 @@ def test_packed_queries_and_repeated_keys_agree_within_rounding(monkeypatch, pac
 
     found = decoder_layers.reference(q, k, v, mask=mask, enable_gqa=True)
     torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-6)
+
+
+def test_a_pass_made_part_by_part_is_the_same(sliding):
+    _, decoder = sliding
+    ids, mask = prompts(PADS["left-padded"])
+    whole, parts = (decoder.cache(3, attention_mask=mask) for _ in range(2))
+    with torch.no_grad():
+        for new in (LENGTH, 1, 1):
+            right = decoder(ids[:, :new], cache=whole)
+            hidden, cos, sin, given = decoder.begin(ids[:, :new], parts)
+            for index, layer in enumerate(decoder.model.layers):
+                q, k, v = layer.before(hidden, cos, sin)
+                hidden = layer.after(hidden, layer.attend(q, *parts.put(index, k, v), given[layer.kind]))
+            parts.end(new)
+            assert torch.equal(decoder.end(hidden), right)

@@ -321,24 +321,48 @@ class QwenDecoder(nn.Module):
         """The last hidden state, normalised, `(batch, length, hidden_size)`; arguments as for `forward`."""
         self._prepare()
         hidden = self._embedded(ids, embeds)
-        batch, new = hidden.shape[:2]
         self._check(hidden, cache, attention_mask)
-        real = cache.real if cache is not None else RealKeys.of(attention_mask, (batch, new), self.device, padded)
-        view = cache if cache is not None else KVCache(self._windows, batch, real=real)
-        longest = view.longest(new) if positions is None else None
-        view.begin()
-        if positions is None:
-            positions = view.positions(new, hidden.device)
-        cos, sin = self._rope(positions, longest)
-        given = self.given(view, new)
+        batch, new = hidden.shape[:2]
+        if cache is None:
+            real = RealKeys.of(attention_mask, (batch, new), self.device, padded)
+            begun = self._begin(hidden, KVCache(self._windows, batch, real=real), positions)
+        else:
+            begun = self._begin(hidden, cache, positions)
+        hidden, cos, sin, given = begun
         for index, layer in enumerate(self.model.layers):
             assert isinstance(layer, Layer)
             q, k, v = layer.before(hidden, cos, sin)
             if cache is not None:
                 k, v = cache.put(index, k, v)
             hidden = layer.after(hidden, layer.attend(q, k, v, given[layer.kind]))
-        view.end(new)
+        if cache is not None:
+            cache.end(new)
         return self.model.norm(hidden)  # type: ignore[no-any-return]
+
+    def begin(self, ids: Tensor, cache: KVCache) -> tuple[Tensor, Tensor, Tensor, dict[str, Given]]:
+        """The first part of a pass that the caller goes on with: `before`, `put`, `attend`, `after` of each layer.
+
+        Then come `end`, and `cache.end`. Waits for no device.
+
+        Returns:
+            The first hidden state, the cosines and the signed sines for `Layer.before`, and what attention is told for
+            each kind of layer.
+        """
+        self._prepare()
+        hidden = self._embedded(ids, None)
+        self._check(hidden, cache, None)
+        return self._begin(hidden, cache, None)
+
+    def _begin(
+        self, hidden: Tensor, cache: KVCache, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Given]]:
+        new = hidden.shape[1]
+        cache.begin()
+        longest = cache.longest(new) if positions is None else None
+        if positions is None:
+            positions = cache.positions(new, hidden.device)
+        cos, sin = self._rope(positions, longest)
+        return hidden, cos, sin, self.given(cache, new)
 
     def end(self, hidden: Tensor, *, normalised: bool = False) -> Tensor:
         """What follows the last layer: norm and head."""
