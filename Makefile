@@ -54,7 +54,7 @@ oldest:
 	$(PYTHON) -m venv $(VENV)-oldest
 	$(VENV)-oldest/bin/python -m pip install -q -U "pip>=25.1,<26.2"
 	$(VENV)-oldest/bin/python -m pip install -q -c constraints-oldest.txt $(PACKAGES) --group test
-	$(VENV)-oldest/bin/pytest tests/core tests/adapters tests/engine tests/ops tests/plugins tests/testing
+	$(VENV)-oldest/bin/pytest tests/core tests/adapters tests/ops tests/plugins tests/testing
 
 demo: $(VENV)/.demo
 	@$(BIN)/python examples/embed_text.py $(if $(JSON),--json) $(TEXT)
