@@ -272,10 +272,13 @@ def test_ids_are_those_of_generate(kind, pads, dtype):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_sampled_ids_and_the_generator_are_those_of_generate(pair, seed):
+@pytest.mark.parametrize("pads", PADS)
+def test_sampled_ids_and_the_generator_are_those_of_generate(pair, pads, seed):
     model, decoder = pair
-    ids, mask = prompts(PADS["left-padded"])
-    options = {"temperature": 1.3, "top_k": 40, "top_p": 0.9, "repetition_penalty": 1.2}
+    ids, mask = prompts(PADS[pads])
+    options = {"temperature": 1.3, "top_k": 40, "top_p": 0.9}
+    if V5 or pads != "left-padded":  # transformers 4 penalises the padding id too
+        options["repetition_penalty"] = 1.2
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         right = generated(model, ids, mask, **options | {"do_sample": True})

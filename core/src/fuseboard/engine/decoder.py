@@ -23,10 +23,12 @@ from torch import Tensor, nn
 from fuseboard.engine.decoder_config import DecoderConfig, ids_of
 from fuseboard.engine.decoder_layers import SITES, Given, Layer, packs_queries
 from fuseboard.engine.generation import Chooser, Draw, Token, check_ids
+from fuseboard.engine.graphs import Graphs, unusable
 from fuseboard.engine.kv_cache import KVCache, RealKeys
 from fuseboard.engine.norms import RMSNorm, fused_norm_exact
 from fuseboard.engine.rope import cos_sin, frequencies, signed
 from fuseboard.engine.sampling import Sampler, State
+from fuseboard.engine.steps import DecoderSteps
 from fuseboard.engine.weights import Folder, take
 from fuseboard.errors import InputError
 from fuseboard.masks import MaskInfo
@@ -56,6 +58,7 @@ class QwenDecoder(nn.Module):
         eos: The ids that end a row, unless `generate` is told others.
         pad: What a row that has ended is filled with.
         fused: Whether `fuse` was called.
+        graphs: Whether steps of one token are made by CUDA graphs where there are any: the same bits, fewer launches.
     """
 
     def __init__(self, config: Any, *, ignore: Collection[str] = ()) -> None:
@@ -73,6 +76,8 @@ class QwenDecoder(nn.Module):
         self.eos = config.eos
         self.pad = config.pad
         self.fused = False
+        self.graphs = True
+        self._one_token: dict[torch.device, DecoderSteps] = {}
         self.model = _Stack(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, device="meta")
         self.lm_head.requires_grad_(requires_grad=False)
@@ -304,9 +309,7 @@ class QwenDecoder(nn.Module):
         hidden = self.hidden(
             ids, embeds=embeds, cache=cache, attention_mask=attention_mask, padded=padded, positions=positions
         )
-        # Laid out anew: torch multiplies the rows of a strided slice together or apart by whether the *weight* wants a
-        # gradient, under no_grad too. transformers' models come with weights that do, and these here do not.
-        return self.end(hidden[:, -keep:].contiguous() if keep else hidden, normalised=True)
+        return self.end(hidden[:, -keep:] if keep else hidden, normalised=True)
 
     def hidden(
         self,
@@ -366,7 +369,11 @@ class QwenDecoder(nn.Module):
 
     def end(self, hidden: Tensor, *, normalised: bool = False) -> Tensor:
         """What follows the last layer: norm and head."""
-        return self.lm_head(hidden if normalised else self.model.norm(hidden))  # type: ignore[no-any-return]
+        hidden = hidden if normalised else self.model.norm(hidden)
+        # As one matrix: rows of a strided slice are multiplied together or batch by batch, the weight copied for each,
+        # by whether the *weight* wants a gradient, under no_grad too. transformers' weights do, and these do not.
+        logits = self.lm_head(hidden.reshape(-1, hidden.shape[-1]))
+        return logits.view(*hidden.shape[:-1], -1)  # type: ignore[no-any-return]
 
     def given(self, cache: KVCache, new: int) -> dict[str, Given]:
         """What attention is told for the next `new` tokens, for each kind of layer. Waits for no device.
@@ -481,12 +488,28 @@ class QwenDecoder(nn.Module):
         for index in range(max_new_tokens):
             # Entered anew for each step: a generator shares its consumer's thread, so no mode may be on while it waits.
             with torch.inference_mode(mode=False), torch.no_grad():
-                logits = self.forward(ids, cache=cache, keep=1)[:, -1].float()
+                logits = self._next(ids, cache)[:, -1].float()
                 ids = chooser.choose(logits, state, index)
                 step = state.read(ids)  # the one wait
             yield Token(index, step.ids, step.finished, ids)
             if step.done and chooser.ends:
                 return
+
+    def _next(self, ids: Tensor, cache: KVCache) -> Tensor:
+        """Logits, `(batch, 1, vocab)`, by graphs where they serve."""
+        if ids.shape[1] > 1 or not cache.length or self._no_graphs() is not None:
+            return self.forward(ids, cache=cache, keep=1)
+        steps = self._one_token.get(self.device)
+        if steps is None:
+            steps = self._one_token.setdefault(self.device, DecoderSteps(self, Graphs(self.device)))
+        return steps(ids, cache)
+
+    def _no_graphs(self) -> str | None:
+        return unusable(self.device) if self.graphs else "switched off"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy takes over: graphs hold addresses of this one's weights."""
+        return {**self.__dict__, "_one_token": {}}
 
     def generate(
         self,
@@ -532,6 +555,7 @@ class QwenDecoder(nn.Module):
         config = self.config
         norms = {module.size: module.fused for module in self.modules() if isinstance(module, RMSNorm)}
         own = self._given_frequencies is None
+        steps = self._one_token.get(self.device)
         return {
             "model": config.model_type,
             "layers": config.num_hidden_layers,
@@ -546,6 +570,8 @@ class QwenDecoder(nn.Module):
             "heads sharing a key": config.groups,
             "masked single queries": "packed" if packs_queries() else "keys repeated",
             "fused_projections": self.fused,
+            "graphs": steps.report() if steps is not None else {"captured": 0, "replays": 0, "failed": None},
+            "no_graphs": self._no_graphs(),
             "sites": {SITES[kind].name: config.layer_types.count(kind) for kind in self._kinds},
         }
 

@@ -233,7 +233,9 @@ class Layer(nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
             mask_info=given.info,
         )
-        return out.transpose(1, 2).reshape(out.shape[0], out.shape[2], -1)
+        batch, _, length, _ = out.shape
+        # By way of one matrix, since a backend's layout may leave strides that torch would multiply batch by batch.
+        return out.transpose(1, 2).reshape(batch * length, -1).view(batch, length, -1)
 
     def after(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """From attention's answer to the next hidden state."""
