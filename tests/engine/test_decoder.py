@@ -1048,3 +1048,61 @@ def test_a_pass_made_part_by_part_is_the_same(sliding):
                 hidden = layer.after(hidden, layer.attend(q, *parts.put(index, k, v), given[layer.kind]))
             parts.end(new)
             assert torch.equal(decoder.end(hidden), right)
+
+
+# ---- where bits may differ: within rounding
+
+
+def test_weights_aligned_otherwise_in_memory_give_the_same_within_rounding(pair):
+    model, _ = pair
+    decoder = QwenDecoder(model.config)
+    shifted = {}
+    for name, each in model.state_dict().items():
+        buffer = torch.empty(each.numel() + 6)  # 24 bytes in, as in a mapped file
+        shifted[name] = buffer[6:].view(each.shape).copy_(each)
+    decoder.load(shifted)
+    ids, _ = prompts((0, 0))
+    with torch.no_grad():
+        torch.testing.assert_close(decoder(ids), model(ids).logits, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(decoder(ids[:, :1]), model(ids[:, :1]).logits, rtol=1e-5, atol=1e-4)
+
+
+def test_a_frozen_model_of_transformers_agrees_within_rounding():
+    model = model_of(hidden_size=512, vocab_size=4000).requires_grad_(requires_grad=False)
+    decoder = QwenDecoder.from_transformers(model)
+    ids, _ = prompts((0, 0))
+    with torch.no_grad():
+        frozen = model(ids, logits_to_keep=1).logits
+        right = model.requires_grad_(requires_grad=True)(ids, logits_to_keep=1).logits
+        found = decoder(ids, keep=1)
+
+    assert torch.equal(found, right)
+    torch.testing.assert_close(found, frozen, rtol=1e-5, atol=1e-4)
+
+
+def test_a_dynamic_rope_does_not_remember_longer_sequences():
+    options = SHAPES["dynamic, outgrown"]
+    decoder = QwenDecoder.from_transformers(model_of(**options))
+    fresh = prompts((0,), 40)[0], prompts((0,), 30)[0]
+    with torch.no_grad():
+        for ids in fresh:  # the longer one first
+            assert torch.equal(decoder(ids), model_of(**options)(ids).logits)
+
+
+def test_a_dynamic_rope_takes_given_positions():
+    model = model_of(**SHAPES["dynamic, outgrown"])
+    decoder = QwenDecoder.from_transformers(model)
+    ids, _ = prompts((0,), 6)
+    positions = torch.arange(40, 46)[None]
+    with torch.no_grad():
+        assert torch.equal(decoder(ids, positions=positions), model(ids, position_ids=positions).logits)
+
+
+def test_a_dynamic_model_that_has_grown_is_taken_over_as_it_began():
+    model = model_of(**SHAPES["dynamic, outgrown"])
+    with torch.no_grad():
+        model(prompts((0,), 40)[0])
+    decoder = QwenDecoder.from_transformers(model)
+
+    assert decoder.report()["rope"] == "dynamic"
+    compare(model_of(**SHAPES["dynamic, outgrown"]), (0,), steps=16, decoder=decoder)
