@@ -431,7 +431,7 @@ class QwenDecoder(nn.Module):
             raise InputError("attention_mask", msg)
         if hidden.shape[0] != cache.batch:
             msg = f"the cache is for {cache.batch} rows; given {hidden.shape[0]}."
-            raise InputError("ids" if hidden.grad_fn is None else "embeds", msg)
+            raise InputError("cache", msg)
 
     # ---- generating
 
