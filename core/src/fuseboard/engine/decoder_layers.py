@@ -165,7 +165,7 @@ class SelfAttention(nn.Module):
         q, k = self.q_norm.weight, self.k_norm.weight
         now = (q.data_ptr(), k.data_ptr(), _version(q), _version(k))
         kept = self._both
-        if kept is None or kept[0] != now or kept[1].dtype != q.dtype:
+        if kept is None or kept[0] != now or (kept[1].dtype, kept[1].device) != (q.dtype, q.device):
             weights = torch.cat((q.detach().expand(self.heads, -1), k.detach().expand(self.kv_heads, -1)))
             self._both = kept = (now, weights)
         return kept[1]
