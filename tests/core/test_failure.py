@@ -8,6 +8,10 @@ import torch
 
 from fuseboard.failure import Meaning, classify
 
+ADVICE = """CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be
+incorrect. For debugging consider passing CUDA_LAUNCH_BLOCKING=1
+Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."""
+
 
 class AcceleratorError(RuntimeError):
     """As torch.AcceleratorError: an error with the device's own number."""
@@ -50,6 +54,10 @@ BROKEN = [
     RuntimeError("out of resource: shared memory, Required: 131072, Hardware limit: 101376"),
     ValueError("this text says out of memory and the type does not"),
     AcceleratorError("CUDA error: invalid argument", 1),
+    # As torch words it; the advice at its end comes with every error of a device.
+    RuntimeError(f"CUDA error: invalid argument\n{ADVICE}"),
+    AcceleratorError(f"CUDA error: operation not permitted when stream is capturing\n{ADVICE}", 900),
+    RuntimeError(f"CUDA error: operation failed due to a previous error during capture\n{ADVICE}"),
     AcceleratorError("CUDA error: invalid configuration argument", 9),
     RuntimeError("Triton Error [CUDA]: invalid argument"),
     KeyError("x"),
@@ -62,6 +70,8 @@ STICKY = [
     AcceleratorError("no words", 719),
     RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be ..."),
     RuntimeError("CUDA error: device-side assert triggered"),
+    RuntimeError(f"CUDA error: device-side assert triggered\n{ADVICE}"),
+    AcceleratorError(f"CUDA error: device-side assert triggered\n{ADVICE}", 710),
     RuntimeError("CUDA error: unspecified launch failure"),
     RuntimeError("Triton Error [CUDA]: misaligned address"),
     RuntimeError("HIP error: HSA_STATUS_ERROR_EXCEPTION: an HSAIL operation resulted in a hardware exception"),

@@ -40,6 +40,7 @@ _MEMORY_TEXTS = (
 # where torch.AcceleratorError carries one, by text elsewhere. Invalid argument (1) and invalid configuration (9) are
 # not: seen on a GPU, the next call works.
 _STICKY_CODES = frozenset({214, 220, 226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721})
+_ADVICE = "enable device-side assertions"
 _STICKY_TEXTS = (
     "illegal memory access",
     "illegal address",
@@ -114,9 +115,11 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 def _is_sticky(error: Exception) -> bool:
     code = getattr(error, "error_code", None)
-    if isinstance(code, int) and code in _STICKY_CODES:
-        return True
-    return any(each in _text(error) for each in _STICKY_TEXTS)
+    if isinstance(code, int) and code > 0:
+        return code in _STICKY_CODES
+    # Every CUDA error of torch comes with the advice to "enable device-side assertions", and most are none.
+    text = _text(error).replace(_ADVICE, "")
+    return any(each in text for each in _STICKY_TEXTS)
 
 
 def _text(error: Exception) -> str:
