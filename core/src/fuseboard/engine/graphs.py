@@ -1,0 +1,253 @@
+"""CUDA graphs of one model on one device: the kernels of a step are launched once, recorded, and replayed.
+
+A replay launches the kernels that the eager step launches, with the same arguments, so its numbers are the eager ones
+bit for bit, and it may be on by default. What it saves is the host's time to launch them: thousands of small kernels a
+token in a GPU decoder. A graph holds addresses: of the weights (`signature` tells when they moved), of its inputs, and
+of its outputs, which the next replay overwrites.
+
+A capture that fails costs one log line. The step is eager from then on, and nothing of it remains: not in the request's
+random numbers, not in the model's state, not in the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Generic, TypeVar
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from fuseboard.failure import Meaning, classify
+from fuseboard.registry import first_line
+
+__all__ = ["Graph", "Graphs", "Signature", "signature", "unusable"]
+
+T = TypeVar("T")
+log = logging.getLogger("fuseboard")
+
+# torch's captures share state of the process (the default generator until 2.12, the allocator), whatever their mode.
+_one_capture = threading.RLock()
+
+
+def unusable(device: torch.device | str) -> str | None:
+    """Why graphs cannot be used on a device, or None. They are for NVIDIA: HIP's are not verified here."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return f"{device.type} has no CUDA graphs"
+    if torch.version.hip is not None:
+        return "graphs are not verified on ROCm"
+    return None if torch.cuda.is_available() else "there is no CUDA device"
+
+
+class Signature:
+    """Where the tensors of some modules lie, to be compared from step to step: graphs hold these addresses.
+
+    Comparing walks a list made once, of the dictionaries that hold parameters and buffers: so one that was replaced,
+    moved, or whose `.data` was swapped is seen. A submodule that is added or taken out later is not.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._slots: list[tuple[dict[str, Any], str]] = []
+        for module in modules:
+            for each in module.modules():
+                for held in (each._parameters, each._buffers):
+                    self._slots += [(held, name) for name, tensor in held.items() if tensor is not None]
+        self._before = self._now()
+
+    def changed(self) -> bool:
+        """Whether anything lies elsewhere than when this was made."""
+        return self._now() != self._before
+
+    def _now(self) -> list[tuple[int, torch.dtype, torch.device, tuple[int, ...]] | None]:
+        found: list[tuple[int, torch.dtype, torch.device, tuple[int, ...]] | None] = []
+        for held, name in self._slots:
+            tensor = held.get(name)
+            # Strides: a transposed weight lies where it lay.
+            found.append(None if tensor is None else (tensor.data_ptr(), tensor.dtype, tensor.device, tensor.stride()))
+        return found
+
+
+def signature(*modules: nn.Module) -> Signature:
+    """Where the weights and buffers of these modules lie now."""
+    return Signature(modules)
+
+
+@attrs.define(eq=False)
+class Graph(Generic[T]):
+    """One captured function.
+
+    Attributes:
+        outputs: What the function returned while it was captured. Every replay writes these very tensors.
+    """
+
+    outputs: T
+    _graph: torch.cuda.CUDAGraph
+    _owner: Graphs
+
+    def replay(self) -> T:
+        """Launch its kernels on the current stream of its device; gives `outputs`.
+
+        Streams that replay graphs of one model have to wait for each other, as for everything that they share.
+        """
+        with torch.cuda.device(self._owner.device):
+            return self.launch()
+
+    def launch(self) -> T:
+        """`replay`, where its device is the current one already."""
+        self._graph.replay()
+        self._owner.replays += 1
+        return self.outputs
+
+
+class Graphs:
+    """The graphs of one model on one device, with a stream and a generator of their own.
+
+    Attributes:
+        device: Where. Captures and replays happen there, whatever device is current.
+        generator: What captured functions draw from; `drawing` lends it a request's state. Replaced after a failure:
+            read it anew each time.
+        captured: How many graphs were captured.
+        replays: How often one was replayed.
+        failure: Why a capture failed, in words; then nothing is captured any more.
+        lock: Held by whoever uses the model's graphs: their memory and their generator are one request's at a time.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        """Prepare, without capturing.
+
+        Raises:
+            RuntimeError: There are no graphs on such a device; `unusable` says so beforehand.
+        """
+        why = unusable(device)
+        if why is not None:
+            msg = f"no graphs on {device}: {why}."
+            raise RuntimeError(msg)
+        device = torch.device(device)
+        self.device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+        self.captured, self.replays = 0, 0
+        self.failure: str | None = None
+        self.lock = threading.RLock()
+        with torch.cuda.device(self.device):
+            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            self.generator = torch.Generator(self.device)
+            self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, fn: Callable[[], T], state: Iterable[Tensor] = (), *, pool: Any = None) -> Graph[T] | None:
+        """Run `fn` once, put back what it changed, and capture it.
+
+        Args:
+            fn: The step, over tensors that stay where they are. It waits for nothing, and draws from `generator` alone.
+            state: The tensors that `fn` writes and that outlive it, such as a cache: as they were, afterwards.
+            pool: A memory pool in place of the model's own. Graphs of one pool must be replayed in the order in which
+                they were captured, since one may use memory that an earlier one has done with.
+
+        Returns:
+            The graph; None when a capture has failed, this one or an earlier one: then run `fn` eagerly.
+        """
+        if self.failure is not None:
+            return None
+        with self.lock, _one_capture, torch.cuda.device(self.device):
+            kept = [(each, each.detach().clone()) for each in state]
+            drawn = self.generator.get_state()
+            here = torch.cuda.current_stream(self.device)
+            self._stream.wait_stream(here)
+            try:
+                # Handles, workspaces and kernels that compile at their first launch are made now: a capture forbids it.
+                with torch.cuda.stream(self._stream):
+                    fn()
+            finally:
+                here.wait_stream(self._stream)
+                with torch.no_grad():
+                    for tensor, before in kept:
+                        tensor.copy_(before)
+                self.generator.set_state(drawn)
+            return self._record(fn, drawn, self._pool if pool is None else pool)
+
+    def _record(self, fn: Callable[[], T], drawn: Tensor, pool: Any) -> Graph[T] | None:
+        graph = torch.cuda.CUDAGraph()
+        here = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(here)
+        collecting = gc.isenabled()
+        gc.disable()  # what is finalised during a capture may end it: a module of kernels that is unloaded
+        try:
+            with torch.cuda.stream(self._stream):
+                if hasattr(graph, "register_generator_state"):
+                    graph.register_generator_state(self.generator)
+                # `thread_local`: what other threads do meanwhile, such as other requests, does not end it.
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    outputs = fn()
+                finally:
+                    graph.capture_end()
+        except BaseException as error:
+            self._recover(error, drawn)
+            if not isinstance(error, Exception) or classify(error) is Meaning.STICKY:
+                raise
+            return None
+        finally:
+            if collecting:
+                gc.enable()
+            # The capture begins with kernels that set the generator's seed and offset, on the capture's stream: a first
+            # replay that came before them would draw from offset 0.
+            here.wait_stream(self._stream)
+        self.generator.set_state(drawn)
+        self.captured += 1
+        return Graph(outputs, graph, self)
+
+    def _recover(self, error: BaseException, drawn: Tensor) -> None:
+        """After a capture that was broken off: new ones in place of all that it may have left unusable."""
+        self.failure = first_line(error)
+        log.warning("no CUDA graphs on %s: the capture failed (%s); steps run eagerly.", self.device, self.failure)
+        if classify(error) is Meaning.STICKY:
+            return  # nothing works on that device any more
+        self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self.generator = torch.Generator(self.device)
+        self.generator.set_state(drawn)
+        # Until torch 2.12 the capture leaves the *default* generator of the device believing that it is being captured,
+        # so that every later draw in the process raises. A clone has the seed and the offset, and not the belief.
+        default = torch.cuda.default_generators[self.device.index]
+        with contextlib.suppress(RuntimeError):
+            default.graphsafe_set_state(default.clone_state())
+
+    @contextlib.contextmanager
+    def drawing(self, generator: torch.Generator) -> Iterator[torch.Generator]:
+        """For a step: captured functions draw what this generator would have drawn, and it goes on from there.
+
+        Other requests wait meanwhile.
+
+        Args:
+            generator: The request's own, on this device. Not the process's: what others draw from it would be lost.
+
+        Raises:
+            ValueError: The generator is of another device.
+        """
+        if generator.device.type != "cuda" or generator.device.index not in (None, self.device.index):
+            msg = f"the generator is of {generator.device}; graphs of {self.device} need one of that device."
+            raise ValueError(msg)
+        with self.lock:
+            self.generator.set_state(generator.get_state())
+            try:
+                yield self.generator
+            finally:
+                generator.set_state(self.generator.get_state())
+
+    def drop(self, graphs: list[Graph[Any]]) -> None:
+        """Let go of graphs, and of the memory that they share with those to come.
+
+        Waits for the device: up to torch 2.13 a graph that draws must not go while it is being replayed.
+
+        Args:
+            graphs: Emptied.
+        """
+        torch.cuda.synchronize(self.device)
+        graphs.clear()
+        self._pool = torch.cuda.graph_pool_handle()  # a pool that its last graph has left cannot be captured into
+
+    def report(self) -> dict[str, Any]:
+        """What was captured, how often it was replayed, and why a capture failed."""
+        return {"captured": self.captured, "replays": self.replays, "failed": self.failure}
