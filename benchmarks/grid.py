@@ -15,6 +15,7 @@ import argparse
 import json
 import pathlib
 import platform
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -274,6 +275,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--backends", help="comma separated; default every one that can run")
+    parser.add_argument("--shapes", default="", metavar="REGEX", help="only shapes whose name has this; default all")
     parser.add_argument("--out", type=pathlib.Path, help="write OUT.json and OUT.md")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -281,7 +283,7 @@ def main() -> None:
         raise SystemExit(msg)
     backends = options.backends.split(",") if options.backends else installed()
     rows = []
-    for shape in GRID:
+    for shape in (each for each in GRID if re.search(options.shapes, str(each))):
         rows.append(measure(shape, backends, options.rounds))
         torch.cuda.empty_cache()
     grown = growing(backends)
