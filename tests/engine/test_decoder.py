@@ -18,10 +18,10 @@ import torch
 
 import fuseboard as fb
 from fuseboard import context
-from fuseboard.engine import decoder_layers, norms, rope, weights
-from fuseboard.engine.decoder import QwenDecoder
-from fuseboard.engine.decoder_config import DecoderConfig
-from fuseboard.engine.kv_cache import KVCache, RealKeys
+from fuseboard.engine.decoder import QwenDecoder, norms, rope, weights
+from fuseboard.engine.decoder import layers as decoder_layers
+from fuseboard.engine.decoder.config import DecoderConfig
+from fuseboard.engine.decoder.kv_cache import KVCache, RealKeys
 from fuseboard.engine.sampling import DrawError, Sampler
 from fuseboard.masks import check_mask_info
 
@@ -914,7 +914,9 @@ def test_a_norm_with_other_bits_is_found_out(monkeypatch):
 
 def test_the_test_of_a_norm_is_made_once_for_each_size(monkeypatch):
     made = []
-    monkeypatch.setattr("fuseboard.engine.decoder.fused_norm_exact", lambda *arguments: made.append(arguments) or False)
+    monkeypatch.setattr(
+        "fuseboard.engine.decoder.model.fused_norm_exact", lambda *arguments: made.append(arguments) or False
+    )
     model = model_of()
     decoder = QwenDecoder.from_transformers(model)
     compare(model, (0,), steps=3, decoder=decoder)  # by the formula, with the same bits

@@ -15,7 +15,7 @@ from torch import Tensor
 import fuseboard as fb
 from fuseboard import registry
 from fuseboard.engine.decoder import QwenDecoder
-from fuseboard.engine.decoder_layers import reference
+from fuseboard.engine.decoder.layers import reference
 from fuseboard.engine.sampling import Sampler
 
 hf = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -15,9 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuseboard import InputError
-from fuseboard.engine import options
 from fuseboard.engine import sampling as fs
-from fuseboard.engine.sampling import DrawError, Sampler, State, Step
+from fuseboard.engine.sampling import DrawError, Sampler, State, Step, options
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from fuseboard.engine.graphs import Graph, Graphs, Signature, signature
 
 if TYPE_CHECKING:
-    from fuseboard.engine.decoder import QwenDecoder
-    from fuseboard.engine.decoder_layers import Given, Layer
-    from fuseboard.engine.kv_cache import KVCache
+    from fuseboard.engine.decoder.kv_cache import KVCache
+    from fuseboard.engine.decoder.layers import Given, Layer
+    from fuseboard.engine.decoder.model import QwenDecoder
 
 __all__ = ["DecoderSteps", "LayerSteps", "Stack"]
 

@@ -20,16 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fuseboard.engine.decoder_config import DecoderConfig, ids_of
-from fuseboard.engine.decoder_layers import SITES, Given, Layer, packs_queries
-from fuseboard.engine.generation import Chooser, Draw, Token, check_ids
+from fuseboard.engine.decoder.config import DecoderConfig, ids_of
+from fuseboard.engine.decoder.generation import Chooser, Draw, Token, check_ids
+from fuseboard.engine.decoder.kv_cache import KVCache, RealKeys
+from fuseboard.engine.decoder.layers import SITES, Given, Layer, packs_queries
+from fuseboard.engine.decoder.norms import RMSNorm, fused_norm_exact
+from fuseboard.engine.decoder.rope import cos_sin, frequencies, signed
+from fuseboard.engine.decoder.weights import Folder, take
 from fuseboard.engine.graphs import Graphs, unusable
-from fuseboard.engine.kv_cache import KVCache, RealKeys
-from fuseboard.engine.norms import RMSNorm, fused_norm_exact
-from fuseboard.engine.rope import cos_sin, frequencies, signed
 from fuseboard.engine.sampling import Sampler, State
 from fuseboard.engine.steps import DecoderSteps
-from fuseboard.engine.weights import Folder, take
 from fuseboard.errors import InputError
 from fuseboard.masks import MaskInfo
 

@@ -12,9 +12,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from fuseboard.dispatch import attention
-from fuseboard.engine.decoder_config import DecoderConfig
-from fuseboard.engine.norms import RMSNorm
-from fuseboard.engine.rope import rotate
+from fuseboard.engine.decoder.config import DecoderConfig
+from fuseboard.engine.decoder.norms import RMSNorm
+from fuseboard.engine.decoder.rope import rotate
 from fuseboard.masks import MaskInfo
 from fuseboard.site import Site
 

@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from fuseboard.engine.decoder_config import ids_of
+from fuseboard.engine.decoder.config import ids_of
 from fuseboard.engine.sampling import Sampler, State
 from fuseboard.errors import InputError
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from fuseboard.engine.rope import Rope
+from fuseboard.engine.decoder.rope import Rope
 from fuseboard.errors import InputError
 
 __all__ = ["DecoderConfig"]

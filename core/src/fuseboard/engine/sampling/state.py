@@ -6,7 +6,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from fuseboard.engine.draws import raise_if_invalid
+from fuseboard.engine.sampling.draws import raise_if_invalid
 
 __all__ = ["State", "Step"]
 

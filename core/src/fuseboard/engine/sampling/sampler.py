@@ -18,57 +18,28 @@ import attrs
 import torch
 from torch import Tensor
 
-from fuseboard.engine.draws import (
-    DrawError,
-    draws_without_waiting,
+from fuseboard.engine.sampling.draws import (
     multinomial1,
-    multinomial_draws,
     new_invalid,
-    raise_if_invalid,
 )
-from fuseboard.engine.options import read_generation_config
-from fuseboard.engine.processors import (
+from fuseboard.engine.sampling.options import read_generation_config
+from fuseboard.engine.sampling.processors import (
     check_positive_float,
     check_positive_int,
     check_share,
-    mark_seen,
-    min_new_tokens,
     min_p,
-    repetition_penalty,
     repetition_penalty_seen,
     seen_and_beyond,
-    seen_mask,
     suppress,
     temperature,
     token_mask,
     top_k,
     top_p,
 )
-from fuseboard.engine.state import State, Step
+from fuseboard.engine.sampling.state import State
 from fuseboard.errors import InputError
 
-__all__ = [
-    "DrawError",
-    "Sampler",
-    "State",
-    "Step",
-    "draws_without_waiting",
-    "mark_seen",
-    "min_new_tokens",
-    "min_p",
-    "multinomial1",
-    "multinomial_draws",
-    "new_invalid",
-    "raise_if_invalid",
-    "repetition_penalty",
-    "repetition_penalty_seen",
-    "seen_mask",
-    "suppress",
-    "temperature",
-    "token_mask",
-    "top_k",
-    "top_p",
-]
+__all__ = ["Sampler"]
 
 
 def _ids(value: int | Iterable[int] | None) -> tuple[int, ...]:
