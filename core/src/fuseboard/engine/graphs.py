@@ -162,8 +162,9 @@ class Graphs:
                     fn()
             finally:
                 here.wait_stream(self._stream)
-                with torch.no_grad():
-                    for tensor, before in kept:
+                for tensor, before in kept:
+                    # What was made in inference mode may be written in that mode only.
+                    with torch.no_grad(), torch.inference_mode(mode=tensor.is_inference()):
                         tensor.copy_(before)
                 self.generator.set_state(drawn)
             return self._record(fn, drawn, self._pool if pool is None else pool)
@@ -185,7 +186,7 @@ class Graphs:
                 finally:
                     graph.capture_end()
         except BaseException as error:
-            self._recover(error, drawn)
+            self._recover(error, drawn, pool)
             if not isinstance(error, Exception) or classify(error) is Meaning.STICKY:
                 raise
             return None
@@ -199,7 +200,7 @@ class Graphs:
         self.captured += 1
         return Graph(outputs, graph, self)
 
-    def _recover(self, error: BaseException, drawn: Tensor) -> None:
+    def _recover(self, error: BaseException, drawn: Tensor, pool: Any) -> None:
         """After a capture that was broken off: new ones in place of all that it may have left unusable."""
         self.failure = first_line(error)
         log.warning("no CUDA graphs on %s: the capture failed (%s); steps run eagerly.", self.device, self.failure)
@@ -208,6 +209,10 @@ class Graphs:
         self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self.generator = torch.Generator(self.device)
         self.generator.set_state(drawn)
+        # Until torch 2.12 the end of a capture that was broken off leaves the allocator believing that it goes on; that
+        # it does not is an error, and no news.
+        with contextlib.suppress(AttributeError, RuntimeError):
+            torch._C._cuda_endAllocateToPool(self.device.index, pool)
         # Until torch 2.12 the capture leaves the *default* generator of the device believing that it is being captured,
         # so that every later draw in the process raises. A clone has the seed and the offset, and not the belief.
         default = torch.cuda.default_generators[self.device.index]
