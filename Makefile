@@ -1,6 +1,7 @@
 # One front door. Every target does its own set-up; all it needs is make and Python 3.10 or newer.
 #   make test    lint, types and the whole test suite      make demo [TEXT="a.txt b.md"]   a real model through the board
 #   make quick   the tests that take less than a minute    make bench                      the price of a call, beside its peers
+#   make gpu     the tests for a GPU, and the conformance kit for every backend that works on it
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -8,7 +9,7 @@ PACKAGES := $(foreach each,core $(wildcard plugins/*),-e $(each))
 PIP := $(BIN)/python -m pip
 SOURCES := core plugins tests examples benchmarks
 
-.PHONY: test quick lint types unit kit oldest demo bench format clean
+.PHONY: test quick lint types unit kit gpu oldest demo bench format clean
 .DEFAULT_GOAL := test
 
 # pip learnt dependency groups in 25.1; the venv's own may be older.
@@ -48,6 +49,15 @@ quick: $(VENV)/.ready
 kit: $(VENV)/.ready
 	$(BIN)/pytest -q --fuseboard-backend sdpa-cpu
 	$(BIN)/pytest -q --fuseboard-backend sdpa-math
+
+# Not part of `test`, which has to pass without one. The doctor knows which kernel packages are installed and work.
+ON_CUDA := "import json, sys; print(*[each['name'] for each in json.load(sys.stdin)['backends'] \
+	if any(at['device'][:4] == 'cuda' and at['state'] == 'works' for at in each['devices'])])"
+
+gpu: $(VENV)/.demo
+	$(BIN)/pytest -m gpu
+	set -e; for name in $$($(BIN)/fuseboard doctor --json | $(BIN)/python -c $(ON_CUDA)); do \
+		$(BIN)/pytest -q --fuseboard-backend $$name --fuseboard-device cuda; done
 
 # The oldest versions that the packages declare. Not part of `test`: torch 2.6 comes with CUDA, which is gigabytes.
 oldest:
