@@ -70,6 +70,7 @@ class Switch:
         link: Where torch describes it.
         since: The first torch that has it; empty for all that fuseboard supports.
         speeds_up: Whether `all` has it. The others give back precision that torch trades for speed by itself.
+        rounds_only: Whether it keeps arithmetic in the inputs' precision and range, so that last bits alone change.
         default: Whether torch starts with it on; it is then reported only when it was asked for.
         without: The switch that says the opposite; empty for none.
     """
@@ -81,6 +82,7 @@ class Switch:
     link: str
     since: str = ""
     speeds_up: bool = True
+    rounds_only: bool = True
     default: bool = False
     without: str = ""
 
@@ -145,6 +147,7 @@ SWITCHES: dict[str, Switch] = {
             name="fp16_accumulation",
             sets={_FP16_ACCUMULATION: True},
             since="2.7",
+            rounds_only=False,
             devices="CUDA",
             effect="fp16 matrix products add up in fp16 instead of fp32: fewer correct digits, and sums beyond 65504 "
             "become infinite.",
@@ -153,6 +156,7 @@ SWITCHES: dict[str, Switch] = {
         Switch(
             name="tf32",
             sets={_TF32: True},
+            rounds_only=False,
             devices="CUDA 8.0+",
             effect="fp32 matrix products read their inputs with 10 bits of mantissa instead of 23. Convolutions are "
             "left alone: torch's default for them is TF32 already.",
