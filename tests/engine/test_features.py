@@ -159,13 +159,16 @@ def test_all_is_every_switch_that_speeds_up_and_lists_what_this_torch_lacks():
     assert bool(log) == (not HAS_FP16_ACCUMULATION)
 
 
-@pytest.mark.parametrize(
-    "names", ['"tf32,cudnn_benchmark"', '" cudnn_benchmark , tf32,"', '{"cudnn_benchmark": 1, "tf32": 2}']
-)
-def test_names_come_as_a_list_or_as_the_text_of_a_setting(names):
-    code = f'a = features.apply({names}); show([a.asked, a is features.apply(["tf32", "cudnn_benchmark"])])'
-
-    assert run(code)[0] == [["tf32", "cudnn_benchmark"], True]
+def test_names_come_as_a_list_or_as_the_text_of_a_setting():
+    code = """
+found = []
+for names in ("tf32,cudnn_benchmark", " cudnn_benchmark , tf32,", {"cudnn_benchmark": 1, "tf32": 2}, iter(["tf32"] * 2)):
+    with features.restored():
+        answer = features.apply(names)
+        found.append([list(answer.asked), answer is features.apply(list(answer.asked))])
+show(found)
+"""
+    assert run(code)[0] == [[["tf32", "cudnn_benchmark"], True]] * 3 + [[["tf32"], True]]
 
 
 def test_the_same_again_is_the_same_answer_and_another_set_is_an_error_that_changes_nothing():
@@ -196,29 +199,29 @@ def test_nothing_is_a_choice_too():
     assert fast == {"fast": []}
 
 
-@pytest.mark.parametrize(
-    ("names", "words", "nearest"),
-    [
-        ('["tf23"]', "no switch is called 'tf23'. Did you mean 'tf32'?", "tf32"),
-        ('"cudnn-benchmark"', "Did you mean 'cudnn_benchmark'?", "cudnn_benchmark"),
-        ('["tf32", "zzz"]', "no switch is called 'zzz'. Known: fp16_accumulation, tf32, ", None),
-        ('[""]', "no switch is called ''", None),
-        ("[32]", "named by a string; got 32", None),
-        ('"all,no_reduced_precision"', "reduced_precision and no_reduced_precision contradict each other", None),
-    ],
-)
-def test_a_wrong_name_is_an_error_with_the_nearest_and_leaves_everything_to_a_later_call(names, words, nearest):
+WRONG = [
+    (["tf23"], "no switch is called 'tf23'. Did you mean 'tf32'?", "tf32"),
+    ("cudnn-benchmark", "Did you mean 'cudnn_benchmark'?", "cudnn_benchmark"),
+    ("al", "Did you mean 'all'?", "all"),
+    (["tf32", "zzz"], "no switch is called 'zzz'. Known: fp16_accumulation, tf32, ", None),
+    ([""], "no switch is called ''", None),
+    ([32], "named by a string; got 32", None),
+    ("all,no_reduced_precision", "reduced_precision and no_reduced_precision contradict each other", None),
+]
+
+
+def test_a_wrong_name_is_an_error_with_the_nearest_and_leaves_everything_to_a_later_call():
     code = f"""{STATE}
 before = state()
-found = refused({names})
-clean = state() == before
-show([found, clean, features.apply("tf32").in_force])
+found = [[refused(names), state() == before] for names in {[names for names, _, _ in WRONG]!r}]
+show([found, features.apply("tf32").in_force])
 """
-    (found, clean, in_force), _ = run(code)
+    (found, in_force), _ = run(code)
 
-    assert words in found[0]
-    assert (found[2] or [None])[0] == nearest
-    assert clean
+    for ((message, _, near), clean), (_, words, nearest) in zip(found, WRONG, strict=True):
+        assert words in message
+        assert (near or [None])[0] == nearest
+        assert clean
     assert in_force == ["tf32"]
 
 

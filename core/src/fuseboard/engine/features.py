@@ -149,8 +149,8 @@ SWITCHES: dict[str, Switch] = {
             since="2.7",
             rounds_only=False,
             devices="CUDA",
-            effect="fp16 matrix products add up in fp16 instead of fp32: fewer correct digits, and sums beyond 65504 "
-            "become infinite.",
+            effect="fp16 matrix products add up in fp16 instead of fp32: fewer correct digits, and a partial "
+            "sum beyond 65504 overflows.",
             link=f"{_NOTES}#full-fp16-accmumulation-in-fp16-gemms",
         ),
         Switch(
@@ -158,8 +158,8 @@ SWITCHES: dict[str, Switch] = {
             sets={_TF32: True},
             rounds_only=False,
             devices="CUDA 8.0+",
-            effect="fp32 matrix products read their inputs with 10 bits of mantissa instead of 23. Convolutions are "
-            "left alone: torch's default for them is TF32 already.",
+            effect="fp32 matrix products read their inputs with 10 bits of mantissa instead of 23, those inside "
+            "the math kernel of torch's attention too. Convolutions are left alone: their default is TF32 already.",
             link=f"{_NOTES}#tensorfloat-32-tf32-on-ampere-and-later-devices",
         ),
         Switch(
