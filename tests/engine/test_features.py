@@ -162,7 +162,7 @@ def test_all_is_every_switch_that_speeds_up_and_lists_what_this_torch_lacks():
 def test_names_come_as_a_list_or_as_the_text_of_a_setting():
     code = """
 found = []
-for names in ("tf32,cudnn_benchmark", " cudnn_benchmark , tf32,", {"cudnn_benchmark": 1, "tf32": 2}, iter(["tf32"] * 2)):
+for names in ("tf32,cudnn_benchmark", " cudnn_benchmark , tf32,", {"cudnn_benchmark": 1, "tf32": 2}, ["tf32"] * 2):
     with features.restored():
         answer = features.apply(names)
         found.append([list(answer.asked), answer is features.apply(list(answer.asked))])
