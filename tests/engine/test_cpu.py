@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -124,6 +125,33 @@ def test_threads_that_run_already_are_noted():
     assert found["notes"] == [
         "1 thread runs already: the arenas of such threads stay, and threads started later may get one of them"
     ]
+
+
+@on_glibc
+def test_a_malloc_that_refuses_to_map_less_is_not_kept_from_mapping_by_its_own_rule():
+    # A trim threshold alone would end the growth of the other, which would then stay at 128 KiB.
+    found = python(
+        f"{APPLY}asked = []\nkept = cpu._mallopt\n"
+        "def refuse(number, to): asked.append(number); return 0 if number in (-3, -4) else 1\n"
+        "cpu._mallopt = lambda mallopt, parameter, value: kept(refuse, parameter, value)\n"
+        "print(json.dumps([cpu.apply()['settings'], asked]))"
+    )
+    rows, asked = found
+
+    assert asked == [-3, -4, -8]
+    assert (rows["M_MMAP_THRESHOLD"]["state"], rows["M_MMAP_MAX"]["state"]) == ("refused", "refused")
+    assert rows["M_MMAP_THRESHOLD"]["reason"].startswith("mallopt(M_MMAP_THRESHOLD, 1073741824) was refused by glibc")
+    assert rows["M_TRIM_THRESHOLD"]["state"] == "left"
+
+
+@on_glibc
+def test_torchs_openmp_reads_what_was_set():
+    code = "from fuseboard.engine import cpu; cpu.apply(threads=1); import torch; torch.ones(2).sum()"
+    env = plain() | {"OMP_DISPLAY_ENV": "TRUE"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+
+    assert re.search(r"OMP_WAIT_POLICY\s*=\s*'PASSIVE'", done.stderr)
+    assert re.search(r"OMP_NUM_THREADS\s*=\s*'1'", done.stderr)
 
 
 # ---- what the user has set
@@ -497,6 +525,29 @@ def test_affinity_is_respected_as_torch_does():
 
     assert found["affinity"] == [one]
     assert found["torch"] == found["threads"] == threads == 1
+
+
+# ---- the page
+
+
+def test_the_page_runs_in_a_process_where_torch_is_not_imported_yet():
+    text = (Path(__file__).parents[2] / "docs/cpu.md").read_text()
+    code = "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    found = python(f"{code}\nimport json\nprint(json.dumps(said))")
+
+    assert found["torch_loaded"] is False
+    assert found["applied"] is GLIBC
+
+
+@pytest.mark.parametrize("state", ["set", "earlier", "yours", "left", "too late", "refused", "no effect"])
+def test_every_state_is_in_the_page_and_in_the_report_and_no_other(state):
+    source = Path(cpu.__file__).read_text()
+    page = (Path(__file__).parents[2] / "docs/cpu.md").read_text()
+
+    assert f"| `{state}` |" in page
+    assert f"`{state}`" in (cpu.report.__doc__ or "")
+    assert f'_row("{state}"' in source
+    assert set(re.findall(r'_row\("([^"]+)"', source)) == set(re.findall(r"^\| `([a-z ]+)` \|", page, re.MULTILINE))
 
 
 # ---- results
