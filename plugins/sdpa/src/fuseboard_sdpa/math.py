@@ -84,7 +84,9 @@ class Math:
         """Call it; the structure is never claimed, so `mask_info` is None."""
         if mask is not None and mask.dtype == torch.bool:
             mask = hidden_as_bias(mask, q.dtype)
-        out: Tensor = self._op(
-            q, k, v, mask, dropout_p, causal, None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )[0]
-        return out
+        out: tuple[Tensor, Tensor]
+        if q.shape[1] == k.shape[1]:  # a branch: the comparison itself would be a symbol in a trace, and no flag
+            out = self._op(q, k, v, mask, dropout_p, causal, None, scale=scale)
+        else:
+            out = self._op(q, k, v, mask, dropout_p, causal, None, scale=scale, enable_gqa=True)
+        return out[0]
