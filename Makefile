@@ -39,8 +39,9 @@ types: $(VENV)/.ready
 	$(BIN)/mypy core/src plugins/*/src
 
 # With the demo's packages, so that the demo is tested too; without them its tests are skipped and say so.
+# A process for each core, a file for each process: many tests wait for child processes that import torch.
 unit: $(VENV)/.demo
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile
 
 quick: $(VENV)/.ready
 	$(BIN)/pytest -m "not slow" -x
