@@ -632,6 +632,9 @@ def test_no_result_changes_in_any_thread_whatever_the_settings():
         assert count == threads, name
         assert main == bare, name
         assert worker == bare_worker, name
+    if threads > 1:  # what does change results is seen
+        one, _, _ = python(PIECES.format(before="from fuseboard.engine import cpu; cpu.apply(threads=1)"))
+        assert [name for name in bare if one[name] != bare[name]] != []
 
 
 # ---- page faults
