@@ -62,7 +62,7 @@ def test_help_names_every_command(command, arguments):
 
     assert (status, err) == (0, "")
     assert out.startswith("usage: fuseboard COMMAND")
-    for name in ("doctor", "explain", "lint", "new-plugin"):
+    for name in ("doctor", "explain", "exactness", "lint", "new-plugin"):
         assert re.search(rf"^  {name} +\w", out, re.MULTILINE)
 
 
@@ -76,7 +76,7 @@ def test_an_unknown_command_is_one_line_with_the_nearest(command):
     assert (status, out) == (2, "")
     assert err == (
         "fuseboard: no command is called 'docter'. Did you mean 'doctor'? "
-        "Commands: doctor, explain, lint, new-plugin.\n"
+        "Commands: doctor, explain, exactness, lint, new-plugin.\n"
     )
 
 

@@ -67,7 +67,7 @@ def test_the_page_has_the_table_that_the_code_makes():
         pytest.skip(f"not every plugin of the tree is installed: {', '.join(sorted(here - installed))}")
     text = PAGE.read_text()
 
-    assert fill(text, render(rows(own=True))) == text, "run: python -m fuseboard.ops.exactness docs/exactness.md"
+    assert fill(text, render(rows(own=True))) == text, "run: fuseboard exactness docs/exactness.md"
 
 
 def test_nothing_that_is_on_unasked_changes_a_result():
@@ -217,7 +217,7 @@ def test_the_command_writes_a_page_between_its_markers_and_finds_a_stale_one(tmp
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
 
     assert main(["--check", str(page)]) == 1
-    assert "is out of date: python -m fuseboard.ops.exactness" in capsys.readouterr().err
+    assert "is out of date: fuseboard exactness" in capsys.readouterr().err
     assert "old" in page.read_text()
     assert main([str(page)]) == 0
     assert page.read_text() == f"before\n{BEGIN}\n{render(rows(own=True))}\n{END}\nafter\n"

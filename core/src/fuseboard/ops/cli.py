@@ -20,6 +20,7 @@ __all__ = ["COMMANDS", "Parser", "UnusableError", "main"]
 COMMANDS = {
     "doctor": ("fuseboard.ops.doctor", "which backends work on this machine, and why the others do not"),
     "explain": ("fuseboard.ops.explain", "who would answer one attention call, and why nobody else"),
+    "exactness": ("fuseboard.ops.exactness", "what each speed-up does to results"),
     "lint": ("fuseboard.ops.lint", "find attention that bypasses the board, and writes to process-wide state"),
     "new-plugin": ("fuseboard.ops.scaffold", "start a backend: a folder with a plugin and its tests"),
 }

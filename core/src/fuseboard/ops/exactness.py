@@ -3,9 +3,9 @@
 It is made from what the code declares: the backends' exactness hooks, the process switches, and for the rest the list
 `ENGINE` below, each line of which stands beside the object it is about and is left out where that does not exist.
 
-    python -m fuseboard.ops.exactness                      # a table of everything installed here
-    python -m fuseboard.ops.exactness docs/exactness.md    # fuseboard's own, into the page, between its markers
-    python -m fuseboard.ops.exactness --check docs/exactness.md
+    fuseboard exactness                      # a table of everything installed here
+    fuseboard exactness docs/exactness.md    # fuseboard's own, into the page, between its markers
+    fuseboard exactness --check docs/exactness.md
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ def fill(page: str, table: str) -> str:
 
 def main(argv: list[str]) -> int:
     """Print the table, or write it into a page; the exit status, 1 for a page that `--check` finds stale."""
-    parser = Parser(prog="python -m fuseboard.ops.exactness", description="What each speed-up does to results.")
+    parser = Parser(prog="fuseboard exactness", description="What each speed-up does to results.")
     parser.add_argument("page", nargs="?", type=Path, metavar="PAGE", help="a Markdown file with the table's markers")
     parser.add_argument("--check", action="store_true", help="write nothing; status 1 when the page is out of date")
     parser.add_argument("--json", action="store_true", help="the table as data")
@@ -269,7 +269,7 @@ def main(argv: list[str]) -> int:
         raise UnusableError(msg) from error
     if args.check:
         if before != after:
-            sys.stderr.write(f"{page} is out of date: python -m fuseboard.ops.exactness {page}\n")
+            sys.stderr.write(f"{page} is out of date: fuseboard exactness {page}\n")
         return int(before != after)
     page.write_text(after, encoding="utf-8")
     return 0
