@@ -214,6 +214,7 @@ def test_another_malloc_is_left_alone():
     assert cpu.child_env(environ) == {**environ, "OMP_WAIT_POLICY": "passive"}
     rows = cpu._for_child(environ, None)
     assert rows["MALLOC_ARENA_MAX"]["reason"] == "jemalloc serves memory in place of glibc's malloc"
+    assert "MALLOC_ARENA_MAX" in cpu.child_env({"LD_PRELOAD": "/home/jemalloc/libother.so"})
 
 
 # ---- threads

@@ -42,7 +42,7 @@ _TRIM = ("M_TRIM_THRESHOLD", -1, "MALLOC_TRIM_THRESHOLD_", "trim_threshold")
 _ARENAS = ("M_ARENA_MAX", -8, "MALLOC_ARENA_MAX", "arena_max")
 
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-_OTHER_MALLOC = re.compile(r"jemalloc|tcmalloc|mimalloc|snmalloc|hoard|tbbmalloc_proxy")
+_OTHER_MALLOC = re.compile(r"lib(jemalloc|tcmalloc|mimalloc|snmalloc|hoard|tbbmalloc_proxy)[\w.-]*\.so")
 
 _lock = threading.Lock()
 _applied: dict[str, int | str] = {}
@@ -251,7 +251,7 @@ def _malloc_taken(environ: Mapping[str, str], libraries: str) -> dict[str, Any] 
     """Why malloc's parameters are to be left alone altogether."""
     other = _OTHER_MALLOC.search(libraries)
     if other:
-        return _row("no effect", None, f"{other[0]} serves memory in place of glibc's malloc")
+        return _row("no effect", None, f"{other[1]} serves memory in place of glibc's malloc")
     if environ.get("THP_MEM_ALLOC_ENABLE", "").strip() == "1":
         both = "torch asks for huge pages, and keeping freed blocks as well takes the memory twice"
         return _row("yours", None, f"THP_MEM_ALLOC_ENABLE=1 is set: {both}")
