@@ -8,7 +8,7 @@ before it would cost every attention call of everybody. So there are two ways to
 
 * `with frozen:` for `fuseboard.attention` as it stands in an engine. The frozen routes lie where a policy's own lie, so
   the call takes the road that it always takes. Under dynamo the graph breaks there, as under any policy.
-* `frozen[SITE](q, k, v, ...)`, or `frozen.attention` in place of `fuseboard.attention`: plain calls that read nothing
+* `attend = frozen[SITE]`, or `frozen.attention` in place of `fuseboard.attention`: plain calls that read nothing
   of the process. Dynamo traces through them to the kernel, so that torch's own operators become part of the graph,
   under `fullgraph=True` too, and guards what it read on the way: another `Frozen` in its place is another graph.
 
@@ -42,7 +42,7 @@ from fuseboard.site import Site, sites
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["Frozen", "FrozenSite", "NotFrozenError", "freeze"]
+__all__ = ["Frozen", "FrozenAttention", "FrozenSite", "NotFrozenError", "freeze"]
 
 
 class NotFrozenError(RefusedError):
@@ -127,18 +127,20 @@ class Frozen:
 
     Attributes:
         name: The policy under which the example ran, as text.
+        attention: To be called as `fuseboard.attention` is; answered by what was frozen, and traceable.
     """
 
     def __init__(self, policy: Policy) -> None:
         self._held = _Held(policy)
         self._bind = bind(self._held.policy)
-        self._calls: dict[str, FrozenSite] = {}
         self.name = str(policy)
+        self.attention = FrozenAttention(self._held)
 
     def _seal(self, named: list[Site], record: Run) -> None:
-        self._calls = self._held.seal({id(route) for route, _ in record._counts()})
-        missing = next((each.name for each in named if each.name not in self._calls), None)
-        if missing is not None or not self._calls:
+        calls = self.attention.calls
+        calls.update(self._held.seal({id(route) for route, _ in record._counts()}))
+        missing = next((each.name for each in named if each.name not in calls), None)
+        if missing is not None or not calls:
             what = f"did not call site {missing!r}" if missing is not None else "called no site of fuseboard's"
             msg = f"the example {what}: freeze with one that makes each call once."
             raise NotFrozenError(self._held.policy.name, missing or "", msg)
@@ -149,14 +151,7 @@ class Frozen:
         Raises:
             NotFrozenError: The example did not call it.
         """
-        found = self._calls.get(site.name)
-        if found is None or found.site is not site:
-            raise _unknown_site(self._held.policy, site.name)
-        return found
-
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, *, site: Site, **arguments: Any) -> Tensor:
-        """As `fuseboard.attention`, answered by what was frozen, and traceable."""
-        return self[site](q, k, v, **arguments)
+        return self.attention.at(site)
 
     def bind(self, run: Run | None = None) -> bind:
         """`with frozen.bind(run=run):` as `with frozen:`, and a Run counts."""
@@ -173,15 +168,15 @@ class Frozen:
 
     def close(self) -> None:
         """Forget it: calls under it are refused from now on. Safe to call twice."""
-        self._calls.clear()
+        self.attention.calls.clear()
         self._held.release()
 
     def report(self) -> dict[str, dict[str, str]]:
         """Site to kind of call to who answers it. A site of policy `auto` answers every kind by its reference."""
-        return {name: dict(each.frozen) for name, each in sorted(self._calls.items())}
+        return {name: dict(each.frozen) for name, each in sorted(self.attention.calls.items())}
 
     def __repr__(self) -> str:
-        return f"<Frozen {self.name}: {', '.join(sorted(self._calls)) or 'nothing'}>"
+        return f"<Frozen {self.name}: {', '.join(sorted(self.attention.calls)) or 'nothing'}>"
 
 
 # ---- where a policy's own selection would lie
@@ -339,6 +334,39 @@ class _FrozenChain(Chain):
 
 
 # ---- plain calls
+
+
+class FrozenAttention:
+    """`fuseboard.attention` with every choice made.
+
+    An object and no method of `Frozen`: dynamo of torch 2.6 does not find out where the self of a method comes from
+    that a module keeps, and so cannot guard it.
+
+    Attributes:
+        calls: The call of each site, by its name.
+    """
+
+    def __init__(self, held: _Held) -> None:
+        self.calls: dict[str, FrozenSite] = {}
+        self._held = held
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, site: Site, **arguments: Any) -> Tensor:
+        """As `fuseboard.attention`.
+
+        Raises:
+            NotFrozenError: No such call was frozen.
+        """
+        return self.at(site)(q, k, v, **arguments)
+
+    def at(self, site: Site) -> FrozenSite:
+        """The plain call of a site.
+
+        Raises:
+            NotFrozenError: The example did not call it.
+        """
+        if site.name not in self.calls or self.calls[site.name].site is not site:
+            raise _unknown_site(self._held.policy, site.name)
+        return self.calls[site.name]
 
 
 class _Entry:
