@@ -468,3 +468,73 @@ def test_fuseboard_attention_under_a_frozen_binding_is_right_in_a_compiled_funct
         with frozen:
             assert torch.equal(compiled(*qkv()), (sdpa(*qkv()) + 2.0) * 2)
         assert torch.equal(compiled(*qkv()), sdpa(*qkv()) * 2)
+
+
+# ---- with frozen.tracing(): fuseboard.attention itself in a graph
+
+
+@traced
+def test_fuseboard_attention_is_in_the_graph_and_each_choice_has_its_own(site):
+    def step(q, k, v):
+        return fb.attention(q, k, v, site=site) * 2
+
+    q, k, v = qkv()
+    frozen = {policy: freeze(step, policy, (q, k, v)) for policy in ("exact", "sdpa-math", "auto")}
+    backend = Graphs()
+    compiled = torch.compile(step, backend=backend, fullgraph=True)
+
+    for policy, name in [("exact", "sdpa-cpu"), ("sdpa-math", "sdpa-math"), ("auto", "reference")]:
+        with frozen[policy].tracing():
+            torch.testing.assert_close(compiled(q, k, v), step(q, k, v), rtol=1e-5, atol=1e-5)
+        assert OPERATOR[name] in backend.operators()
+    assert len(backend.graphs) == 3
+    with frozen["exact"].tracing(), frozen["sdpa-math"].tracing():
+        compiled(q, k, v)
+    assert len(backend.graphs) == 3
+
+
+@traced
+def test_a_graph_of_a_frozen_choice_is_not_used_without_it(site):
+    def step(q, k, v):
+        return fb.attention(q, k, v, site=site) * 2
+
+    q, k, v = qkv()
+    with registered(a=Shifted(1.0), b=Shifted(2.0)):
+        first, second = (freeze(step, name, (q, k, v)) for name in ("a", "b"))
+        compiled = torch.compile(step, backend="eager")
+        for _ in range(2):
+            with first.tracing():
+                assert torch.equal(compiled(q, k, v), (sdpa(q, k, v) + 1.0) * 2)
+            assert torch.equal(compiled(q, k, v), sdpa(q, k, v) * 2)
+            with fb.bind("b"):
+                assert torch.equal(compiled(q, k, v), (sdpa(q, k, v) + 2.0) * 2)
+            with second:
+                assert torch.equal(compiled(q, k, v), (sdpa(q, k, v) + 2.0) * 2)
+            with second.tracing(), pytest.raises(NotFrozenError, match="one query"):
+                compiled(*qkv(1))
+
+
+@traced
+def test_threads_trace_and_run_each_its_own_choice(site):
+    def step(q, k, v):
+        return fb.attention(q, k, v, site=site) * 2
+
+    q, k, v = qkv()
+    with registered(a=Shifted(1.0), b=Shifted(2.0)):
+        frozen = [freeze(step, name, (q, k, v)) for name in ("a", "b")]
+        compiled = torch.compile(step, backend="eager", fullgraph=True)
+        barrier, wrong = threading.Barrier(4), []
+
+        def work(i):
+            barrier.wait()
+            for _ in range(20):
+                with frozen[i % 2].tracing():
+                    if not torch.equal(compiled(q, k, v), (sdpa(q, k, v) + (1.0 + i % 2)) * 2):
+                        wrong.append(i)
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert wrong == []

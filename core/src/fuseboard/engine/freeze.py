@@ -4,13 +4,15 @@ An example is run under the policy, and for each (site, kind of call) it is note
 chosen any more: such calls go to that kernel, and a call of another kind is refused, with what was frozen.
 
 A compiled graph cannot read what is bound: reading a context variable breaks the graph, and a look at the frozen table
-before it would cost every attention call of everybody. So there are two ways to use what was frozen:
+before it would cost every attention call of everybody. So there are three ways to use what was frozen:
 
 * `with frozen:` for `fuseboard.attention` as it stands in an engine. The frozen routes lie where a policy's own lie, so
   the call takes the road that it always takes. Under dynamo the graph breaks there, as under any policy.
 * `attend = frozen[SITE]`, or `frozen.attention` in place of `fuseboard.attention`: plain calls that read nothing
   of the process. Dynamo traces through them to the kernel, so that torch's own operators become part of the graph,
   under `fullgraph=True` too, and guards what it read on the way: another `Frozen` in its place is another graph.
+* `with frozen.tracing():` for both: dynamo is told to trace, in place of `fuseboard.attention`, a function that looks
+  up this thread's frozen call, in a thread's attribute, which a graph can read and guard. Eager calls never meet it.
 
 In a graph the decision is made where it is traced, by the kind of call, lengths among it as far as the kind depends on
 them (one query, equal lengths), and value guards become guards of the graph. Not asked there: a kernel's own check, and
@@ -19,8 +21,11 @@ whether it broke since. Not counted: a `Run` is told nothing. A call with `mask_
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -157,6 +162,22 @@ class Frozen:
         """`with frozen.bind(run=run):` as `with frozen:`, and a Run counts."""
         return self._bind if run is None else bind(self._held.policy, run=run)
 
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[Frozen]:
+        """As `with frozen:`, and where dynamo traces meanwhile, on this thread, `fuseboard.attention` is `attention`.
+
+        So compiled functions that call `fuseboard.attention` have the frozen kernels in their graphs. Graphs that were
+        traced with another choice, or without, are not used meanwhile, nor this one's afterwards.
+        """
+        _told_to_dynamo()
+        before = getattr(_here, "attention", None)
+        with self:
+            _here.attention = self.attention
+            try:
+                yield self
+            finally:
+                _here.attention = before
+
     def __enter__(self) -> Frozen:  # noqa: PYI034 - final in spirit; `Self` needs Python 3.11
         self._bind.__enter__()
         return self
@@ -177,6 +198,42 @@ class Frozen:
 
     def __repr__(self) -> str:
         return f"<Frozen {self.name}: {', '.join(sorted(self.attention.calls)) or 'nothing'}>"
+
+
+# ---- what dynamo traces in place of `fuseboard.attention`
+
+# A plain one, with no default: dynamo of torch 2.6 takes the default of a subclass for the value, without a guard.
+_here = threading.local()
+
+
+@functools.cache
+def _told_to_dynamo() -> None:
+    torch.compiler.substitute_in_graph(dispatch.attention)(_attention_in_graphs)
+
+
+def _attention_in_graphs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    site: Site,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    dropout_p: float = 0.0,
+    mask_info: MaskInfo | None = None,
+) -> Tensor:
+    attention: Any = getattr(_here, "attention", None)
+    if attention is None:
+        from torch import _dynamo  # noqa: PLC0415 - loaded already, since it is tracing
+
+        attention = _dynamo.disable(dispatch.attention)  # type: ignore[no-untyped-call]
+    answer: Tensor = attention(
+        q, k, v, site=site, mask=mask, causal=causal, scale=scale, enable_gqa=enable_gqa, dropout_p=dropout_p,
+        mask_info=mask_info,
+    )  # fmt: skip
+    return answer
 
 
 # ---- where a policy's own selection would lie
