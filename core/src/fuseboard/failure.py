@@ -115,8 +115,8 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 def _is_sticky(error: Exception) -> bool:
     code = getattr(error, "error_code", None)
-    if isinstance(code, int) and code > 0:
-        return code in _STICKY_CODES
+    if isinstance(code, int) and code in _STICKY_CODES:
+        return True
     # Every CUDA error of torch comes with the advice to "enable device-side assertions", and most are none.
     text = _text(error).replace(_ADVICE, "")
     return any(each in text for each in _STICKY_TEXTS)
