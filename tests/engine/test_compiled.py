@@ -211,6 +211,15 @@ def test_what_torch_refuses_to_wrap_runs_eagerly(options, warnings):
     assert "plus is not compiled" in line
 
 
+def test_an_error_of_the_function_has_nothing_to_do_with_torchs_refusal():
+    def step(x):
+        raise ValueError("its own")
+
+    with pytest.raises(ValueError, match="its own") as caught:
+        Compiled(step, backend="no-such-backend")(X)
+    assert caught.value.__context__ is None
+
+
 def test_without_a_cpp_compiler_inductor_gives_way_to_eager(tmp_path):
     code = """
 import json, logging, sys

@@ -127,12 +127,10 @@ class Compiled:
             return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        try:
-            compiled = self._compiled or self._wrap()
-        except Exception as error:  # noqa: BLE001 - whatever torch.compile dislikes, the target can be called
-            self._give_up(first_line(error))
+        compiled = self._compiled or self._wrapped()
+        if compiled is None:
             return self.target(*args, **kwargs)
-        from torch._dynamo.exc import TorchDynamoException  # noqa: PLC0415 - two seconds, and `_wrap` has loaded it
+        from torch._dynamo.exc import TorchDynamoException  # noqa: PLC0415 - two seconds, and loaded by now
 
         outer = _running.top, _running.ran
         _running.top, _running.ran = self, False
@@ -150,13 +148,19 @@ class Compiled:
         finally:
             del caught  # its traceback holds this frame
 
+    def _wrapped(self) -> Callable[..., Any] | None:
+        try:
+            self._compiled = self._wrap()
+        except Exception as error:  # noqa: BLE001 - whatever torch.compile dislikes, the target can be called
+            self._give_up(first_line(error))
+        return self._compiled
+
     def _wrap(self) -> Callable[..., Any]:
         import torch._dynamo  # noqa: PLC0415 - two seconds, for those who compile
 
         function = self.target if isinstance(self.target, (FunctionType, MethodType)) else _entry(self.target)
         backend = _Backend(_resolved(self.backend, self.mode, self.dynamic))
         wrapped: Callable[..., Any] = torch.compile(function, dynamic=self.dynamic, backend=backend)
-        self._compiled = wrapped
         return wrapped
 
     def _after(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
