@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fuseboard import Call, Constraints, Guard, HeadDims, MaskInfo, Sizes, StructureRule
-from fuseboard.tensors import GRID, GRID_LIMIT, packed, scale_of
+from fuseboard import Call, Constraints, Guard, HeadDims, Sizes, StructureRule
+from fuseboard.tensors import GRID, GRID_LIMIT
+from fuseboard_sage._call import Sage
 from fuseboard_sage._limits import OFFSETS
-from fuseboard_sage._tensors import centred_half, in_range, lengthened, scale_declined
+from fuseboard_sage._tensors import centred_half
 
 __all__ = ["LIMITS", "One"]
 
@@ -59,60 +59,12 @@ LIMITS = Constraints(
 """What it takes. It has no mask (one given is dropped in silence), no dropout and no backward."""
 
 
-class One:
-    """`sageattention.sageattn` of the first generation.
+class One(Sage):
+    """`sageattention.sageattn` of the first generation, in Triton."""
 
-    Args:
-        package: `sageattention`.
-        device: Triton launches on the current device, which is made this one.
-    """
+    def _keys(self, k: Tensor) -> Tensor:
+        return centred_half(k)
 
-    def __init__(self, package: ModuleType, device: torch.device) -> None:
-        self._attend: Callable[..., Tensor] = package.sageattn
-        self._device = device if device.type == "cuda" else -1  # -1 changes nothing
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        mask: Tensor | None,
-        mask_info: MaskInfo | None,
-        causal: bool,
-        scale: float | None,
-        dropout_p: float,
-    ) -> Tensor:
-        """Centre keys, bring values into range, lengthen where the kernel would read past its end, and call it."""
-        length = q.shape[2]
-        causal = causal or mask_info is not None
-        # A causal block spans 128 queries and two blocks of 64 keys; where the second has no key at all, its scale is
-        # read beyond the last one. Zeros behind all queries are seen by none of them.
-        missing = -length % 128 if causal and -length % 128 >= 64 else 0  # noqa: PLR2004
-        with torch.cuda.device(self._device):
-            values, back = in_range(v, q.shape[1])
-            out = self._attend(
-                lengthened(packed(q), missing),
-                lengthened(centred_half(k), missing),
-                lengthened(values, missing),
-                tensor_layout="HND",
-                is_causal=causal,
-                sm_scale=2.0 * scale_of(q, scale),
-                smooth_k=False,  # it would write into k
-            )
-            return (out[:, :, :length] if missing else out) * back
-
-    def declines(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        mask: Tensor | None,
-        mask_info: MaskInfo | None,
-        causal: bool,
-        scale: float | None,
-        dropout_p: float,
-    ) -> str | None:
-        """Refuse scales at which its scores are too coarse."""
-        return scale_declined(q, scale)
+    def _options(self, scale: float) -> dict[str, Any]:
+        # Twice the scale for half of the keys; left to itself it would write their mean into k.
+        return {"sm_scale": 2.0 * scale, "smooth_k": False}

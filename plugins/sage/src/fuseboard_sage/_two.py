@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from types import ModuleType
 
 import torch
-from torch import Tensor
 
-from fuseboard import Call, Constraints, Guard, HeadDims, MaskInfo, Sizes, StructureRule
-from fuseboard.tensors import GRID, packed, scale_of
+from fuseboard import Call, Constraints, Guard, HeadDims, Sizes, StructureRule
+from fuseboard.tensors import GRID
+from fuseboard_sage._call import Sage
 from fuseboard_sage._limits import OFFSETS
-from fuseboard_sage._tensors import in_range, lengthened, scale_declined
 
 __all__ = ["CAPABILITIES", "LIMITS", "Two"]
 
@@ -51,8 +49,10 @@ LIMITS = Constraints(
 """What it takes. Only one of its kernels has a mask, boolean, and that averages values in rows that see no key."""
 
 
-class Two:
+class Two(Sage):
     """`sageattention.sageattn` of the second generation, which picks a kernel by the device.
+
+    It centres keys in a copy of its own; its Triton kernel has the first generation's loop.
 
     Args:
         package: `sageattention`.
@@ -71,49 +71,4 @@ class Two:
                 shown = f"{capability[0]}.{capability[1]}"
                 msg = f"sageattention was built without kernels for {shown}; rebuild with TORCH_CUDA_ARCH_LIST={shown}"
                 raise ImportError(msg)
-        self._attend: Callable[..., Tensor] = package.sageattn
-        self._device = device if device.type == "cuda" else -1  # -1 changes nothing
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        mask: Tensor | None,
-        mask_info: MaskInfo | None,
-        causal: bool,
-        scale: float | None,
-        dropout_p: float,
-    ) -> Tensor:
-        """Bring values into range and call it. It centres keys in a copy of its own."""
-        length = q.shape[2]
-        causal = causal or mask_info is not None
-        # As in `_one`: its Triton kernel has the same loop.
-        missing = -length % 128 if causal and -length % 128 >= 64 else 0  # noqa: PLR2004
-        with torch.cuda.device(self._device):  # it sets the current device and leaves it so; this puts it back
-            values, back = in_range(v, q.shape[1])
-            out = self._attend(
-                lengthened(packed(q), missing),
-                lengthened(packed(k), missing),
-                lengthened(values, missing),
-                tensor_layout="HND",
-                is_causal=causal,
-                sm_scale=scale_of(q, scale),
-            )
-            return (out[:, :, :length] if missing else out) * back
-
-    def declines(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        mask: Tensor | None,
-        mask_info: MaskInfo | None,
-        causal: bool,
-        scale: float | None,
-        dropout_p: float,
-    ) -> str | None:
-        """Refuse scales at which its scores are too coarse."""
-        return scale_declined(q, scale)
+        super().__init__(package, device)
