@@ -20,6 +20,8 @@ from fuseboard.engine.features import SWITCHES
 
 pytestmark = pytest.mark.gpu
 
+TF32 = ("NVIDIA_TF32", "TORCH_ALLOW_TF32")  # variables of NVIDIA's containers, which decide it beforehand
+
 COMPUTE = r"""
 import hashlib, json, sys
 NAMES = json.loads(sys.argv[1])
@@ -51,9 +53,11 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
         a, b = draw(m, k).to(dtype), draw(k, n, seed=1).to(dtype)
         name = f"{str(dtype).removeprefix('torch.')} product {m}x{k}x{n}"
         keep(name, a.cuda() @ b.cuda(), a.double() @ b.double() if m * n <= 512 * 512 else None)
-# The sum is 0; half of it is 2**20, which float32 has exactly and float16 not at all.
-half = torch.full((64, 4096), 16.0, dtype=torch.float16, device="cuda")
-summed = torch.cat([half, half], 1) @ torch.cat([half, -half], 1).t()
+# The sum is 0; its first 64 products are 2**18, which float32 has exactly and float16 not at all. So large that cuBLAS
+# does not split it along the inner dimension, which it may add up in float16 by default; splits at 128 do no harm.
+a = torch.full((4096, 2048), 64.0, dtype=torch.float16, device="cuda")
+b = a.view(4096, 16, 2, 64) * torch.tensor([1, -1], dtype=torch.float16, device="cuda")[:, None]
+summed = a @ b.reshape(4096, 2048).t()
 found["float16 product with a large partial sum is finite"] = bool(torch.isfinite(summed).all())
 
 q, k, v = (draw(2, 4, 256, 64, seed=seed) for seed in range(3))
@@ -82,7 +86,7 @@ print(json.dumps({"found": found, "errors": errors, "report": report}))
 @functools.cache
 def compute(*names: str | None) -> dict[str, Any]:
     """Bits by operation under these switches; None for a process that never loads fuseboard."""
-    env = {name: text for name, text in os.environ.items() if not name.startswith(("FUSEBOARD_", "NVIDIA_TF32"))}
+    env = {name: text for name, text in os.environ.items() if not name.startswith(("FUSEBOARD_", *TF32))}
     env["PYTHONPATH"] = os.pathsep.join(sys.path)
     asked = json.dumps(None if names == (None,) else list(names))
     done = subprocess.run(
@@ -192,7 +196,8 @@ assert features.report() == {"params": {"fast": []}}
 late = features.apply("tf32").late
 assert late == ("CUDA was initialised before",), late
 """
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    env = {name: text for name, text in os.environ.items() if not name.startswith(TF32)}
+    env["PYTHONPATH"] = os.pathsep.join(sys.path)
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300, check=False
     )
