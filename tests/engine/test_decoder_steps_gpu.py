@@ -14,9 +14,9 @@ import fuseboard as fb
 hf = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from fuseboard.engine.decoder import QwenDecoder  # noqa: E402 - only where transformers is installed
+from fuseboard.engine.decoder.steps import DecoderSteps  # noqa: E402
 from fuseboard.engine.graphs import Graphs  # noqa: E402
 from fuseboard.engine.sampling import Sampler  # noqa: E402
-from fuseboard.engine.steps import DecoderSteps  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 

@@ -1,4 +1,4 @@
-"""One token through a stack of layers as graphs, with attention between them run eagerly; for a decoder too.
+"""One token through a stack of layers as graphs, with attention between them run eagerly.
 
 Attention over a growing cache has another shape at every step, so it is not captured; what lies between two attention
 calls (the end of one layer, the beginning of the next) has the same shape at every step, and is one graph. So the cache
@@ -8,7 +8,7 @@ grows and the attention kernels are chosen as in an eager step, and the numbers 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import attrs
 import torch
@@ -16,12 +16,7 @@ from torch import Tensor, nn
 
 from fuseboard.engine.graphs import Graph, Graphs, Signature, signature
 
-if TYPE_CHECKING:
-    from fuseboard.engine.decoder.kv_cache import KVCache
-    from fuseboard.engine.decoder.layers import Given, Layer
-    from fuseboard.engine.decoder.model import QwenDecoder
-
-__all__ = ["DecoderSteps", "LayerSteps", "Stack"]
+__all__ = ["LayerSteps", "Stack"]
 
 
 @attrs.frozen
@@ -188,62 +183,3 @@ def _stretch(
         return now, stack.before(layer, now, inputs) if layer < stack.count else stack.end(now, inputs)
 
     return run
-
-
-class DecoderSteps:
-    """A `QwenDecoder`'s step of one token as graphs: logits equal to `decoder(ids, cache=cache)`'s in bits.
-
-    Several caches may take turns, also on threads of their own.
-    """
-
-    def __init__(self, decoder: QwenDecoder, graphs: Graphs | None) -> None:
-        """Prepare.
-
-        Args:
-            decoder: On the device of the graphs, with its weights loaded.
-            graphs: Where graphs are kept; None runs every step eagerly.
-        """
-        self._decoder, self._graphs = decoder, graphs
-        self._layers = cast("list[Layer]", list(decoder.model.layers))
-        self._cache: KVCache | None = None  # of the step that is being made, which holds the lock
-        self._given: dict[str, Given] = {}
-        stack = Stack(
-            count=len(self._layers),
-            before=lambda layer, hidden, inputs: self._layers[layer].before(hidden, *inputs),
-            attend=self._attend,
-            after=lambda layer, hidden, attended, _inputs: self._layers[layer].after(hidden, attended),
-            end=lambda hidden, _inputs: decoder.end(hidden),
-            modules=[decoder],
-        )
-        self._steps = LayerSteps(stack, graphs)
-
-    def __call__(self, ids: Tensor, cache: KVCache) -> Tensor:
-        """Logits, `(batch, 1, vocab)`.
-
-        Args:
-            ids: `(batch, 1)`.
-            cache: Made by `decoder.cache`, with at least the prompt in it; takes the token in.
-        """
-        if self._graphs is None or self._graphs.failure is not None:
-            self._steps.eager_steps += 1
-            return self._decoder(ids, cache=cache)  # type: ignore[no-any-return]
-        hidden, cos, sin, given = self._decoder.begin(ids, cache)
-        with self._graphs.lock:
-            self._cache, self._given = cache, given
-            try:
-                logits = self._steps(hidden, (cos, sin))
-            finally:
-                self._cache, self._given = None, {}
-        cache.end(1)
-        return logits
-
-    def _attend(self, layer: int, tensors: tuple[Tensor, ...]) -> Tensor:
-        assert self._cache is not None
-        q, k, v = tensors
-        part = self._layers[layer]
-        k, v = self._cache.put(layer, k, v)
-        return part.attend(q, k, v, self._given[part.kind])
-
-    def report(self) -> dict[str, Any]:
-        """As of `LayerSteps`."""
-        return self._steps.report()

@@ -157,6 +157,12 @@ class KVCache:
         held = self._layers[layer]
         return held.put(k, v, self.kept(held.window))
 
+    def held(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The keys and values that a layer still attends to: views, `(batch, kv_heads, kept, head_dim)`."""
+        held = self._layers[layer]
+        start = held.stop - self.kept(held.window)
+        return held.keys[:, :, start : held.stop], held.values[:, :, start : held.stop]
+
     @property
     def nbytes(self) -> int:
         """How much memory the keys and values take."""

@@ -20,22 +20,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fuseboard.engine.decoder import fixed
 from fuseboard.engine.decoder.config import DecoderConfig, ids_of
+from fuseboard.engine.decoder.fixed import FixedCache
 from fuseboard.engine.decoder.generation import Chooser, Draw, Token, check_ids
+from fuseboard.engine.decoder.glue import Glue, glue_for
 from fuseboard.engine.decoder.kv_cache import KVCache, RealKeys
 from fuseboard.engine.decoder.layers import SITES, Given, Layer, packs_queries
 from fuseboard.engine.decoder.norms import RMSNorm, fused_norm_exact
 from fuseboard.engine.decoder.rope import cos_sin, frequencies, signed
+from fuseboard.engine.decoder.steps import DecoderSteps
 from fuseboard.engine.decoder.weights import Folder, take
+from fuseboard.engine.decoder.whole_step import WholeSteps
 from fuseboard.engine.graphs import Graphs, unusable
 from fuseboard.engine.sampling import Sampler, State
-from fuseboard.engine.steps import DecoderSteps
 from fuseboard.errors import InputError
 from fuseboard.masks import MaskInfo
 
 __all__ = ["Draw", "QwenDecoder", "Token"]
 
 _RESERVE = 256
+_AHEAD = 1024
+"""For how many new tokens a fixed cache has room at first."""
+_FORMS = (True, False, "step", "step-eager")
 
 
 class _Stack(nn.Module):
@@ -58,7 +65,6 @@ class QwenDecoder(nn.Module):
         eos: The ids that end a row, unless `generate` is told others.
         pad: What a row that has ended is filled with.
         fused: Whether `fuse` was called.
-        graphs: Whether steps of one token are made by CUDA graphs where there are any: the same bits, fewer launches.
     """
 
     def __init__(self, config: Any, *, ignore: Collection[str] = ()) -> None:
@@ -76,8 +82,11 @@ class QwenDecoder(nn.Module):
         self.eos = config.eos
         self.pad = config.pad
         self.fused = False
-        self.graphs = True
+        self._graphs: bool | str = True
+        self._glue = False
         self._one_token: dict[torch.device, DecoderSteps] = {}
+        self._whole: dict[tuple[torch.device, bool], WholeSteps] = {}
+        self._misfit: str | None = None
         self.model = _Stack(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, device="meta")
         self.lm_head.requires_grad_(requires_grad=False)
@@ -184,10 +193,14 @@ class QwenDecoder(nn.Module):
         pad = known.get("pad_token_id")
         self.pad = self.pad if pad is None else int(pad)
 
-    def fuse(self) -> QwenDecoder:
+    def fuse(self, *, glue: bool = False) -> QwenDecoder:
         """Stack q, k and v, and gate and up, into single linears: fewer launches, and maybe other bits.
 
-        For inference only. Not undone: load anew for the weights apart. A second call does nothing.
+        For inference only. Not undone: load anew for the weights apart. A second call may only add the glue.
+
+        Args:
+            glue: Also make norms, rotation and gate three Triton kernels a layer in steps over a fixed cache, where a
+                trial on the device finds them right; `report()["glue"]` says what became of it.
 
         Raises:
             RuntimeError: It is being trained, its weights want gradients, or no weights are loaded.
@@ -202,7 +215,45 @@ class QwenDecoder(nn.Module):
                     assert isinstance(layer, Layer)
                     layer.fuse()
             self.fused = True
+            self._one_token.clear()  # graphs of the weights apart
+            self._drop_whole()
+        if glue != self._glue and glue:
+            self._glue = True
+            self._drop_whole()
         return self
+
+    @property
+    def glue(self) -> Glue | str:
+        """The kernels that `fuse(glue=True)` asked for, or why there are none."""
+        return glue_for(self.device, self.dtype, self.config) if self._glue else "not asked for"
+
+    @property
+    def graphs(self) -> bool | str:
+        """How steps of one token are made, where there are CUDA graphs.
+
+        * True: a graph between any two attention calls, which see the growing cache: the bits of a step without graphs.
+        * False: no graphs.
+        * `"step"`: one graph for the whole step, draw included, over a cache of fixed capacity, where attention may be
+          another kernel's: rounding may differ. Without graphs the same is done eagerly, with the same bits.
+        * `"step-eager"`: what `"step"` computes, never by graphs: to compare with.
+
+        Raises:
+            InputError: When it is set to anything else.
+        """
+        return self._graphs
+
+    @graphs.setter
+    def graphs(self, form: bool | str) -> None:
+        if form not in _FORMS or isinstance(form, int) is not isinstance(form, bool):
+            msg = f"graphs is {form!r}; expected one of {', '.join(map(repr, _FORMS))}."
+            raise InputError("graphs", msg)
+        self._graphs = form
+        if form != "step":
+            self._drop_whole()
+
+    def _drop_whole(self) -> None:
+        for each in self._whole.values():
+            each.drop()
 
     def train(self, mode: bool = True) -> QwenDecoder:
         """As in torch; not with fused projections."""
@@ -241,7 +292,13 @@ class QwenDecoder(nn.Module):
                 module.fused = fused_norm_exact(*now, module.size, module.eps)
         self._ready = now
 
-    def _rope(self, positions: Tensor, longest: int | None) -> tuple[Tensor, Tensor]:
+    def rotation(self, positions: Tensor, longest: int | None) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines for `Layer.before`, `(batch or 1, length, 1, head_dim)`.
+
+        Args:
+            positions: Int64 `(batch or 1, length)`.
+            longest: The length of the longest sequence, for a `dynamic` rope; None reads the positions, which waits.
+        """
         rope, device = self.config.rope, positions.device
         if rope.kind == "dynamic":
             longest = int(positions.max()) + 1 if longest is None else longest  # their values decide, so this waits
@@ -364,7 +421,7 @@ class QwenDecoder(nn.Module):
         longest = cache.longest(new) if positions is None else None
         if positions is None:
             positions = cache.positions(new, hidden.device)
-        cos, sin = self._rope(positions, longest)
+        cos, sin = self.rotation(positions, longest)
         return hidden, cos, sin, self.given(cache, new)
 
     def end(self, hidden: Tensor, *, normalised: bool = False) -> Tensor:
@@ -485,15 +542,79 @@ class QwenDecoder(nn.Module):
     def _steps(
         self, ids: Tensor, cache: KVCache, chooser: Chooser, state: State, max_new_tokens: int
     ) -> Iterator[Token]:
-        for index in range(max_new_tokens):
-            # Entered anew for each step: a generator shares its consumer's thread, so no mode may be on while it waits.
-            with torch.inference_mode(mode=False), torch.no_grad():
-                logits = self._next(ids, cache)[:, -1].float()
-                ids = chooser.choose(logits, state, index)
-                step = state.read(ids)  # the one wait
-            yield Token(index, step.ids, step.finished, ids)
-            if step.done and chooser.ends:
-                return
+        whole, held = self._whole_for(cache), None
+        tokens = ids.shape[1] + min(max_new_tokens, _AHEAD)
+        try:
+            for index in range(max_new_tokens):
+                # Entered anew for each step: a generator shares its consumer's thread, so no mode may be on while it
+                # waits.
+                with torch.inference_mode(mode=False), torch.no_grad():
+                    if whole is not None and index == 1:
+                        held = whole.take(cache, tokens)
+                        state = state if chooser.draw else whole.start(held, chooser.sampler, state)
+                    if held is None or whole is None:
+                        ids = chooser.choose(self._next(ids, cache)[:, -1].float(), state, index)
+                    elif chooser.draw is None:
+                        ids = whole.draw(ids, held, chooser.sampler, state)
+                    else:
+                        ids = chooser.choose(whole(ids, held)[:, -1].float(), state, index)
+                    step = state.read(ids)  # the one wait
+                yield Token(index, step.ids, step.finished, ids)
+                if step.done and chooser.ends:
+                    return
+        finally:
+            if held is not None and whole is not None:
+                whole.give_back(held)
+
+    # ---- one token over a fixed cache
+
+    def fixed(self, cache: KVCache, *, capacity: int = 0) -> FixedCache:
+        """A cache of fixed capacity that goes on from a growing one, for `step` and `WholeSteps`.
+
+        Args:
+            cache: From `cache()`, with the prompt in it; it stays as it is.
+            capacity: For how many tokens to have room, rounded up; it doubles when it is full.
+
+        Raises:
+            InputError: Its padding is not on the left, and there are sliding layers.
+        """
+        self._prepare()
+        made = FixedCache(self, cache.batch, fixed.capacity_for(max(capacity, cache.length + 1)))
+        made.fill(self, cache)
+        return made
+
+    def step(self, ids: Tensor, cache: FixedCache) -> Tensor:
+        """Logits of one token a row, `(batch, 1, vocab)`, eagerly; the cache takes the token in. Waits for nothing.
+
+        Args:
+            ids: `(batch, 1)`.
+            cache: From `fixed`.
+
+        Raises:
+            InputError: The ids or the cache do not fit.
+        """
+        self._prepare()
+        fixed.check(self, ids, cache)
+        self._check(cache.positions, None, None)
+        with torch.no_grad():
+            cache.prepare(self)
+            logits = fixed.step(self, ids, cache)
+        cache.length += 1
+        return logits
+
+    def _whole_for(self, cache: KVCache) -> WholeSteps | None:
+        """Who makes whole steps for a request, if they are asked for and its cache can be taken over."""
+        if self.graphs not in ("step", "step-eager"):
+            return None
+        self._misfit = fixed.misfit(cache, self._windows)
+        if self._misfit is not None:
+            return None
+        by_graphs = self._no_graphs() is None
+        found = self._whole.get((self.device, by_graphs))
+        if found is None:
+            made = WholeSteps(self, Graphs(self.device) if by_graphs else None)
+            found = self._whole.setdefault((self.device, by_graphs), made)
+        return found
 
     def _next(self, ids: Tensor, cache: KVCache) -> Tensor:
         """Logits, `(batch, 1, vocab)`, by graphs where they serve."""
@@ -505,11 +626,11 @@ class QwenDecoder(nn.Module):
         return steps(ids, cache)
 
     def _no_graphs(self) -> str | None:
-        return unusable(self.device) if self.graphs else "switched off"
+        return unusable(self.device) if self.graphs in (True, "step") else "switched off"
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy takes over: graphs hold addresses of this one's weights."""
-        return {**self.__dict__, "_one_token": {}}
+        return {**self.__dict__, "_one_token": {}, "_whole": {}}
 
     def generate(
         self,
@@ -555,7 +676,9 @@ class QwenDecoder(nn.Module):
         config = self.config
         norms = {module.size: module.fused for module in self.modules() if isinstance(module, RMSNorm)}
         own = self._given_frequencies is None
-        steps = self._one_token.get(self.device)
+        fixed_form = self.graphs in ("step", "step-eager") and self._misfit is None
+        whole = self._whole.get((self.device, self._no_graphs() is None))
+        steps = whole if fixed_form else self._one_token.get(self.device)
         return {
             "model": config.model_type,
             "layers": config.num_hidden_layers,
@@ -570,10 +693,25 @@ class QwenDecoder(nn.Module):
             "heads sharing a key": config.groups,
             "masked single queries": "packed" if packs_queries() else "keys repeated",
             "fused_projections": self.fused,
-            "graphs": steps.report() if steps is not None else {"captured": 0, "replays": 0, "failed": None},
+            "glue": self.glue if isinstance(self.glue, str) else "Triton",
+            "graphs": {"captured": 0, "replays": 0, "failed": None} if steps is None else steps.report(),
             "no_graphs": self._no_graphs(),
+            "step": self._form(),
             "sites": {SITES[kind].name: config.layer_types.count(kind) for kind in self._kinds},
         }
+
+    def _form(self) -> dict[str, Any]:
+        """How steps of one token are made, and why not as one graph."""
+        asked = self.graphs in ("step", "step-eager")
+        whole = self._whole.get((self.device, True))
+        failed = None if whole is None else whole.report()["failed"]
+        why = self._misfit or self._no_graphs() or failed if asked else "not asked for"
+        between = self._no_graphs() is None
+        if not asked or self._misfit is not None:
+            form = "graphs between attention calls" if between else "eager"
+        else:
+            form = "eager, over a fixed cache" if why else "one graph"
+        return {"form": form, "why not one graph": why}
 
     def extra_repr(self) -> str:
         """What torch prints."""

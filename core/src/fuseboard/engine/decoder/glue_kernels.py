@@ -1,0 +1,89 @@
+"""The Triton kernels of `glue`. Importing this imports Triton.
+
+They round where torch's kernels round: a sum or a product of two low numbers is made in fp32 and brought down at once,
+so that what is left to differ is the order in which a norm's squares are added, and the exponential's last bit.
+"""
+
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, misc"
+# ruff: noqa: ANN001, ANN201, D103, N803
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+triton: Any = importlib.import_module("triton")
+tl: Any = importlib.import_module("triton.language")
+
+__all__ = ["add_norm", "put_heads", "silu_mul"]
+
+
+@triton.jit
+def add_norm(hidden, delta, weight, total, out, size, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    real = at < size
+    x = tl.load(hidden + row * size + at, mask=real, other=0.0)
+    if ADD:
+        more = tl.load(delta + row * size + at, mask=real, other=0.0)
+        x = (x.to(tl.float32) + more.to(tl.float32)).to(x.dtype)
+        tl.store(total + row * size + at, x, mask=real)
+    wide = x.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / size + eps)
+    normal = (wide * scale).to(x.dtype)
+    w = tl.load(weight + at, mask=real, other=0.0)
+    tl.store(out + row * size + at, (normal.to(tl.float32) * w.to(tl.float32)).to(x.dtype), mask=real)
+
+
+@triton.jit
+def put_heads(
+    qkv, q_weight, k_weight, cos, sin, positions, q_out, keys, values, eps, slots, by_row, by_head, by_slot,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    at = tl.arange(0, BLOCK)
+    real = at < DIM
+    position = tl.load(positions + row)
+    slot = position % slots
+    source = qkv + (row * (HEADS + 2 * KV_HEADS) + head) * DIM
+    x = tl.load(source + at, mask=real, other=0.0)
+    if head >= HEADS + KV_HEADS:
+        tl.store(values + row * by_row + (head - HEADS - KV_HEADS) * by_head + slot * by_slot + at, x, mask=real)
+    else:
+        half = (at + DIM // 2) % DIM
+        y = tl.load(source + half, mask=real, other=0.0)
+        if NORM:
+            wide = x.to(tl.float32)
+            scale = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / DIM + eps)
+            if head < HEADS:
+                w = tl.load(q_weight + at, mask=real, other=0.0)
+                w_half = tl.load(q_weight + half, mask=real, other=0.0)
+            else:
+                w = tl.load(k_weight + at, mask=real, other=0.0)
+                w_half = tl.load(k_weight + half, mask=real, other=0.0)
+            x = (wide * scale).to(w.dtype)
+            y = (y.to(tl.float32) * scale).to(w.dtype)
+            x = (x.to(tl.float32) * w.to(tl.float32)).to(w.dtype)
+            y = (y.to(tl.float32) * w_half.to(tl.float32)).to(w.dtype)
+        c = tl.load(cos + position * DIM + at, mask=real, other=0.0)
+        s = tl.load(sin + position * DIM + at, mask=real, other=0.0)
+        straight = (x.to(tl.float32) * c.to(tl.float32)).to(c.dtype)
+        across = (y.to(tl.float32) * s.to(tl.float32)).to(c.dtype)
+        turned = (straight.to(tl.float32) + across.to(tl.float32)).to(c.dtype)
+        if head < HEADS:
+            tl.store(q_out + (row * HEADS + head) * DIM + at, turned, mask=real)
+        else:
+            tl.store(keys + row * by_row + (head - HEADS) * by_head + slot * by_slot + at, turned, mask=real)
+
+
+@triton.jit
+def silu_mul(gate_up, out, size, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = at < size
+    gate = tl.load(gate_up + row * 2 * size + at, mask=real, other=0.0)
+    up = tl.load(gate_up + row * 2 * size + size + at, mask=real, other=0.0)
+    wide = gate.to(tl.float32)
+    bent = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
+    tl.store(out + row * size + at, (bent.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=real)

@@ -1,0 +1,295 @@
+"""One CUDA graph for a whole step of one token, over a `FixedCache`: embedding, layers, attention, head, and the draw.
+
+A graph belongs to a cache, whose addresses it holds, and to what was bound when it was captured: the policy chose the
+attention kernels that it launches. Replays count in the bound Run as the captured calls did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import attrs
+import torch
+from torch import Tensor
+
+from fuseboard import context
+from fuseboard.engine.decoder import fixed
+from fuseboard.engine.decoder.fixed import FixedCache, capacity_for
+from fuseboard.engine.graphs import Graph, Graphs, Signature, signature
+from fuseboard.engine.sampling import Sampler, State
+from fuseboard.run import Run
+
+if TYPE_CHECKING:
+    from fuseboard.engine.decoder.kv_cache import KVCache
+    from fuseboard.engine.decoder.model import QwenDecoder
+    from fuseboard.run import Counted
+
+__all__ = ["WholeSteps"]
+
+_SPARE = 4
+_Key: TypeAlias = tuple[Any, Sampler | None, bool]
+
+
+@attrs.define(eq=False)
+class _Captured:
+    """A cache's graph for one policy and one sampler.
+
+    Attributes:
+        ids: Where the step's input is put.
+        graph: Gives logits, or with a sampler the ids.
+        lies: Where the weights lay.
+        routes: What answered the attention calls, and how often in a step.
+        state: The sampler's, whose tensors the graph changes.
+    """
+
+    ids: Tensor
+    graph: Graph[Tensor]
+    lies: Signature
+    routes: list[tuple[Counted, int]]
+    state: State | None
+
+
+class WholeSteps:
+    """The whole-step graphs of one decoder on one device. Several caches may take turns, also on threads of their own.
+
+    Attributes:
+        eager_steps: How many steps ran without a graph.
+        capture_seconds: What the captures took, all together.
+    """
+
+    def __init__(self, decoder: QwenDecoder, graphs: Graphs | None) -> None:
+        """Prepare.
+
+        Args:
+            decoder: On the device of the graphs, with its weights loaded.
+            graphs: Where graphs are made; None runs every step eagerly.
+        """
+        self.eager_steps = 0
+        self.capture_seconds = 0.0
+        self._decoder, self._graphs = decoder, graphs
+        self._captured: weakref.WeakKeyDictionary[FixedCache, dict[_Key, _Captured]] = weakref.WeakKeyDictionary()
+        self._states: weakref.WeakKeyDictionary[FixedCache, dict[Sampler, State]] = weakref.WeakKeyDictionary()
+        self._spare: list[FixedCache] = []
+        self._lock = threading.Lock()
+        self._done: torch.cuda.Event | None = None
+        self._used: dict[str, int] = {}
+
+    # ---- caches
+
+    def take(self, cache: KVCache, tokens: int) -> FixedCache:
+        """A fixed cache that goes on from a growing one: one that is spare, with its graphs, or a new one.
+
+        Args:
+            cache: With the prompt in it.
+            tokens: For how many tokens to have room.
+        """
+        capacity = capacity_for(tokens)
+        decoder = self._decoder
+        found = None
+        with self._lock:
+            for each in self._spare:
+                same = each.parts[decoder.config.layer_types[0]].keys.dtype == decoder.dtype
+                if (each.batch, each.capacity) == (cache.batch, capacity) and same:
+                    found = each
+                    self._spare.remove(each)
+                    break
+        if found is None:
+            found = FixedCache(decoder, cache.batch, capacity)
+        self._in_order()
+        found.fill(decoder, cache)
+        return found
+
+    def give_back(self, cache: FixedCache) -> None:
+        """A request is over: the next of its shape may have its cache, and the graphs of it."""
+        with self._lock:
+            self._spare.append(cache)
+            del self._spare[:-_SPARE]
+
+    def _in_order(self) -> None:
+        """What the current stream does next comes after the last step, which may have been on another."""
+        if self._done is not None and self._graphs is not None:
+            torch.cuda.current_stream(self._graphs.device).wait_event(self._done)
+
+    # ---- steps
+
+    def __call__(self, ids: Tensor, cache: FixedCache) -> Tensor:
+        """Logits, `(batch, 1, vocab)`, the caller's own; the bits of `decoder.step(ids, cache)`.
+
+        Args:
+            ids: `(batch, 1)`.
+            cache: Takes the token in.
+        """
+        return self._step(ids, cache, None, None)
+
+    def start(self, cache: FixedCache, sampler: Sampler, state: State) -> State:
+        """A state for `draw`, which goes on from this one: a graph changes the tensors that it was captured with."""
+        with self._lock:
+            held = self._states.setdefault(cache, {}).get(sampler)
+            if held is None:
+                with torch.inference_mode(mode=False), torch.no_grad():
+                    self._states[cache][sampler] = held = _copied(state)
+        self._in_order()
+        with torch.no_grad():
+            for mine, theirs in zip(held.tensors, state.tensors, strict=True):
+                mine.copy_(theirs)
+        return attrs.evolve(held, generator=state.generator)
+
+    def draw(self, ids: Tensor, cache: FixedCache, sampler: Sampler, state: State) -> Tensor:
+        """The next ids, `(batch, 1)`, the caller's own; those of `sampler(decoder.step(ids, cache), state)`.
+
+        Args:
+            ids: `(batch, 1)`.
+            cache: Takes the token in.
+            sampler: Draws.
+            state: From `start`, for this cache and sampler.
+        """
+        if sampler.do_sample and state.generator is None:  # torch's default generator is not this graph's to move
+            return sampler(self(ids, cache), state)
+        return self._step(ids, cache, sampler, state)
+
+    def _step(self, ids: Tensor, cache: FixedCache, sampler: Sampler | None, state: State | None) -> Tensor:
+        decoder, graphs = self._decoder, self._graphs
+        fixed.check(decoder, ids, cache)
+        if graphs is None:
+            cache.prepare(decoder)
+            return self._eager(ids, cache, sampler, state)
+        with graphs.lock, torch.cuda.device(graphs.device):
+            stream = torch.cuda.current_stream(graphs.device)
+            if self._done is None:
+                self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            stream.wait_event(self._done)
+            if cache.prepare(decoder):
+                self._forget(cache)
+            if graphs.failure is not None or torch.is_grad_enabled():
+                answer = self._eager(ids, cache, sampler, state)
+            else:
+                answer = self._replayed(ids, cache, sampler, state, graphs)
+            self._done.record(stream)
+        return answer
+
+    def _eager(self, ids: Tensor, cache: FixedCache, sampler: Sampler | None, state: State | None) -> Tensor:
+        self.eager_steps += 1
+        logits = fixed.step(self._decoder, ids, cache)
+        cache.length += 1
+        return logits if sampler is None or state is None else sampler(logits, state)
+
+    def _replayed(
+        self, ids: Tensor, cache: FixedCache, sampler: Sampler | None, state: State | None, graphs: Graphs
+    ) -> Tensor:
+        binding = context.bound()
+        generator = None if state is None or sampler is None or not sampler.do_sample else state.generator
+        key = (None if binding is None else binding.policy, sampler, generator is not None)
+        held = self._captured.setdefault(cache, {})
+        found = held.get(key)
+        if found is not None and found.lies.changed():
+            self._forget(cache)
+            held = self._captured.setdefault(cache, {})
+            found = None
+        if found is None:
+            found = self._capture(ids, cache, sampler, state, graphs)
+            if found is None:
+                return self._eager(ids, cache, sampler, state)
+            held[key] = found
+        found.ids.copy_(ids)
+        if generator is None:
+            answer = found.graph.launch().clone()
+        else:
+            with graphs.drawing(generator):
+                answer = found.graph.launch().clone()
+        cache.length += 1
+        if binding is not None and binding.run is not None:
+            for route, count in found.routes:
+                for _ in range(count):
+                    binding.run.tick(route)
+        return answer
+
+    def _capture(
+        self, ids: Tensor, cache: FixedCache, sampler: Sampler | None, state: State | None, graphs: Graphs
+    ) -> _Captured | None:
+        begun = time.perf_counter()
+        decoder, binding = self._decoder, context.bound()
+        changed = [cache.positions, *(() if state is None else state.tensors)]
+        _ = decoder.glue  # tried here, since a trial waits for the device
+        runs: list[Run] = []
+        with torch.inference_mode(mode=False), torch.no_grad():
+            mine = ids.clone()
+            fn = _function(decoder, mine, cache, sampler, state, graphs)
+
+            def counted() -> Tensor:
+                if binding is None:
+                    return fn()
+                runs.append(Run())
+                token = context.BOUND.set(context.Binding(binding.policy, runs[-1]))
+                try:
+                    return fn()
+                finally:
+                    context.BOUND.reset(token)
+
+            # A pool of its own: caches take turns in any order, and one's graphs go when it goes.
+            graph = graphs.capture(counted, changed, pool=torch.cuda.graph_pool_handle())
+        self.capture_seconds += time.perf_counter() - begun
+        if graph is None:
+            return None
+        routes = runs[-1]._counts() if runs else []  # of the calls that were captured, the last ones
+        used: dict[str, int] = {}
+        for route, count in routes:
+            used[route.backend_name] = used.get(route.backend_name, 0) + count
+        self._used = used or {"reference": len(decoder.config.layer_types)}
+        return _Captured(mine, graph, signature(decoder), routes, state)
+
+    def _forget(self, cache: FixedCache) -> None:
+        """Let go of a cache's graphs."""
+        held = self._captured.pop(cache, None)
+        if held and self._graphs is not None:
+            graphs = [each.graph for each in held.values()]
+            held.clear()
+            self._graphs.drop(graphs)
+
+    def drop(self) -> None:
+        """Let go of all graphs and of the caches that are spare."""
+        with self._lock:
+            self._spare.clear()
+        for cache in list(self._captured):
+            with self._graphs.lock if self._graphs is not None else contextlib.nullcontext():
+                self._forget(cache)
+
+    def report(self) -> dict[str, Any]:
+        """What `Graphs.report` says, what attention the latest graph has, and what captures took."""
+        found = {} if self._graphs is None else self._graphs.report()
+        return {
+            **found,
+            "eager steps": self.eager_steps,
+            "capture seconds": round(self.capture_seconds, 4),
+            "attention in a step": dict(self._used),
+        }
+
+
+def _function(
+    decoder: QwenDecoder, ids: Tensor, cache: FixedCache, sampler: Sampler | None, state: State | None, graphs: Graphs
+) -> Callable[[], Tensor]:
+    def logits() -> Tensor:
+        return fixed.step(decoder, ids, cache)
+
+    if sampler is None or state is None:
+        return logits
+
+    def drawn() -> Tensor:
+        return sampler(logits(), attrs.evolve(state, generator=graphs.generator))
+
+    return drawn
+
+
+def _copied(state: State) -> State:
+    seen = state.seen_and_beyond
+    return attrs.evolve(
+        state,
+        finished=state.finished.clone(),
+        invalid=state.invalid.clone(),
+        count=state.count.clone(),
+        seen_and_beyond=None if seen is None else seen.clone(),
+    )
