@@ -1,0 +1,1 @@
+"""An engine that answers questions with options: an example of an engine that depends on fuseboard's core alone."""
