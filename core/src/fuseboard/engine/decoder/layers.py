@@ -203,13 +203,17 @@ class Layer(nn.Module):
     def __init__(self, config: DecoderConfig, kind: str) -> None:
         super().__init__()
         self.kind = kind
-        self.site = SITES[kind]
         self.shares = config.groups > 1
         self.dropout = config.attention_dropout
         self.self_attn = SelfAttention(config)
         self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    @property
+    def site(self) -> Site:
+        """Where in the engine its attention is. Not held, so that a copy of a decoder copies no site."""
+        return SITES[self.kind]
 
     def fuse(self) -> None:
         """Stack its projections."""

@@ -1,0 +1,306 @@
+"""A step over a cache of fixed capacity, where there is no GPU: the growing cache's tokens, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fuseboard as fb
+from fuseboard.engine.decoder import QwenDecoder
+from fuseboard.engine.decoder.fixed import Lengths, Part, capacity_for
+from fuseboard.engine.decoder.whole_step import WholeSteps
+from fuseboard.engine.sampling import Sampler
+from fuseboard.masks import check_mask_info
+
+VOCABULARY, LENGTH = 97, 14
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "qwen2": {"model_type": "qwen2"},
+    "every head its keys": {"num_key_value_heads": 8},
+    "sliding after the first": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    "window longer than the prompt": {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 0},
+    "window of two": {"use_sliding_window": True, "sliding_window": 2, "max_window_layers": 0},
+    "window longer than the capacity": {"use_sliding_window": True, "sliding_window": 300, "max_window_layers": 0},
+    "dynamic rope, outgrown": {
+        "max_position_embeddings": 24, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
+    },
+    "tied": {"tie_word_embeddings": True},
+}  # fmt: skip
+PADS = {"one row": (0,), "rows alike": (0, 0), "left-padded": (0, 3, 11), "all padded": (4, 9)}
+
+
+def made(dtype: torch.dtype = torch.float32, **given: Any) -> QwenDecoder:
+    shape = {
+        "model_type": "qwen3", "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16,
+        "max_position_embeddings": 512,
+    }  # fmt: skip
+    decoder = QwenDecoder(shape | given)
+    generator = torch.Generator().manual_seed(0)
+    decoder.load(
+        {
+            name: (torch.randn(each.shape, generator=generator) * (0.2 if each.dim() > 1 else 1.0)).to(dtype)
+            for name, each in decoder.named_parameters()
+        }
+    )
+    return decoder
+
+
+def prompts(pads: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(1, VOCABULARY, (len(pads), LENGTH), generator=torch.Generator().manual_seed(1))
+    mask = (torch.arange(LENGTH) >= torch.tensor(pads)[:, None]).long()
+    return ids.masked_fill(mask == 0, 0), mask
+
+
+@torch.no_grad()
+def compare(decoder: QwenDecoder, ids: Tensor, mask: Tensor, steps: int) -> None:
+    """Assert that logits over the fixed cache are the growing one's but for rounding, step by step."""
+    cache = decoder.cache(len(ids), attention_mask=mask)
+    logits = decoder(ids, cache=cache, keep=1)
+    fixed = decoder.fixed(cache)
+    for step in range(steps):
+        ids = logits[:, -1:].argmax(-1)
+        mine, logits = decoder.step(ids, fixed), decoder(ids, cache=cache)
+        torch.testing.assert_close(mine, logits, rtol=1e-4, atol=1e-4, msg=lambda text, at=step: f"step {at}: {text}")
+
+
+@pytest.mark.parametrize("pads", PADS.values(), ids=PADS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_logits_over_a_fixed_cache_are_the_growing_cache_s(shape: dict[str, Any], pads: tuple[int, ...]) -> None:
+    compare(made(**shape), *prompts(pads), steps=40)
+
+
+@pytest.mark.parametrize("shape", ["qwen3", "sliding after the first", "window longer than the capacity"])
+def test_a_cache_that_is_full_doubles(shape: str) -> None:
+    decoder = made(**SHAPES[shape])
+    compare(decoder, *prompts((0, 3)), steps=280)
+
+
+def test_capacity_is_whole_blocks_and_grows_by_doubling() -> None:
+    decoder = made()
+    with torch.no_grad():
+        cache = decoder.cache(1)
+        decoder(prompts((0,))[0], cache=cache)
+        fixed = decoder.fixed(cache, capacity=257)
+        assert (fixed.capacity, capacity_for(1), capacity_for(256), capacity_for(257)) == (512, 256, 256, 512)
+        before, bytes_before = fixed.parts["full_attention"].keys.clone(), fixed.nbytes
+        fixed.grow(decoder)
+
+    assert (fixed.capacity, fixed.length, fixed.nbytes) == (1024, LENGTH, 2 * bytes_before)
+    assert torch.equal(fixed.parts["full_attention"].keys[:, :, :, :512], before)
+
+
+@pytest.mark.parametrize("where", ["on the left", "anywhere"])
+def test_padding_anywhere_serves_where_no_layer_slides(where: str) -> None:
+    ids, mask = prompts((0, 3))
+    if where == "anywhere":
+        mask[1] = torch.tensor([1, 0, 1, 1, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1])
+    compare(made(), ids, mask, steps=20)
+
+
+def test_padding_elsewhere_than_on_the_left_is_refused_where_layers_slide_and_generate_says_why() -> None:
+    decoder = made(**SHAPES["sliding after the first"])
+    ids, mask = prompts((0, 3))
+    mask[1] = 1
+    mask[1, 5] = 0
+    with torch.no_grad():
+        cache = decoder.cache(2, attention_mask=mask)
+        decoder(ids, cache=cache)
+    with pytest.raises(fb.InputError, match="padding elsewhere than on the left, in a model with sliding layers"):
+        decoder.fixed(cache)
+    want = decoder.generate(ids, attention_mask=mask, max_new_tokens=6)
+    decoder.graphs = "step"
+
+    assert torch.equal(decoder.generate(ids, attention_mask=mask, max_new_tokens=6), want)
+    assert "padding elsewhere" in decoder.report()["step"]["why not one graph"]
+    assert decoder.report()["step"]["form"] == "eager"
+
+
+def test_what_attention_is_told_is_right_padding_with_its_lengths() -> None:
+    part = Part.made(None, 8, 1, 3, (2, 4), torch.float32, torch.device("cpu"))
+    given = part.given(torch.tensor([0, 3, 11]))
+
+    assert isinstance(given.info, Lengths)
+    assert given.info.lengths().tolist() == [1, 4, 8]
+    assert given.info.lengths().dtype == torch.int32
+    check_mask_info(given.mask, given.info, 1, 8, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("form", ["step", "step-eager"])
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("policy", ["auto", "exact"])
+@pytest.mark.parametrize("pads", [(0,), (0, 3, 11)])
+def test_generated_ids_are_the_growing_cache_s(form: str, sampled: bool, policy: str, pads: tuple[int, ...]) -> None:
+    decoder = made()
+    ids, mask = prompts(pads)
+
+    def ids_of() -> Tensor:
+        sampler = Sampler(temperature=0.9, top_k=20, repetition_penalty=1.1) if sampled else None
+        generator = torch.Generator().manual_seed(4) if sampled else None
+        with fb.bind(policy):
+            return decoder.generate(
+                ids, attention_mask=mask, max_new_tokens=30, sampler=sampler, generator=generator, eos=5
+            )
+
+    want = ids_of()
+    decoder.graphs = form
+    assert torch.equal(ids_of(), want)
+    assert torch.equal(ids_of(), want)
+
+
+def test_a_draw_without_a_generator_is_torch_s_own() -> None:
+    decoder = made()
+    ids, _ = prompts((0,))
+    found = []
+    for form in (False, "step"):
+        decoder.graphs = form
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            found.append(decoder.generate(ids, max_new_tokens=10, sampler=Sampler()))
+
+    assert torch.equal(*found)
+
+
+def test_a_stream_that_is_closed_gives_its_cache_to_the_next() -> None:
+    decoder = made()
+    decoder.graphs = "step"
+    ids, _ = prompts((0,))
+    stream = decoder.stream(ids, max_new_tokens=9)
+    for _ in range(3):
+        next(stream)
+    (whole,) = decoder._whole.values()
+    assert not whole._spare
+    stream.close()
+    (spare,) = whole._spare
+    list(decoder.stream(prompts((3,))[0], max_new_tokens=9))
+
+    assert whole._spare == [spare]
+    decoder.graphs = True
+    assert not whole._spare
+
+
+def test_every_call_of_a_step_is_counted_in_the_run() -> None:
+    decoder, run = made(), fb.Run()
+    decoder.graphs = "step"
+    with fb.bind("exact", run=run):
+        decoder.generate(prompts((0,))[0], max_new_tokens=5, eos=())
+
+    assert sum(run.report()["attention"]["used"].values()) == 3 * 5
+
+
+@pytest.mark.parametrize("form", ["whole", "Step", 1, 0, None, "steps"])
+def test_another_form_is_an_error_that_names_the_forms(form: object) -> None:
+    decoder = made()
+    with pytest.raises(fb.InputError, match=r"expected one of True, False, 'step', 'step-eager'"):
+        decoder.graphs = form
+    assert decoder.graphs is True
+
+
+def test_the_report_says_which_form_and_why_not_one_graph() -> None:
+    decoder = made()
+    assert decoder.report()["step"] == {"form": "eager", "why not one graph": "not asked for"}
+    decoder.graphs = "step"
+    assert decoder.report()["step"] == {
+        "form": "eager, over a fixed cache", "why not one graph": "cpu has no CUDA graphs",
+    }  # fmt: skip
+    decoder.generate(prompts((0,))[0], max_new_tokens=4, eos=())
+    assert decoder.report()["graphs"]["eager steps"] == 3
+    decoder.graphs = "step-eager"
+    assert decoder.report()["step"]["why not one graph"] == "switched off"
+
+
+def test_ids_of_another_shape_and_caches_of_other_rows_are_errors() -> None:
+    decoder = made()
+    with torch.no_grad():
+        cache = decoder.cache(2)
+        decoder(prompts((0, 0))[0], cache=cache)
+        fixed = decoder.fixed(cache)
+        with pytest.raises(fb.InputError, match=r"ids has shape \(1, 1\); a step takes one token a row, \(2, 1\)"):
+            decoder.step(torch.ones(1, 1, dtype=torch.int64), fixed)
+        other = decoder.cache(1)
+        with pytest.raises(fb.InputError, match="it has 1 rows, and the fixed one 2"):
+            fixed.fill(decoder, other)
+        long = decoder.cache(2)
+        decoder(torch.ones(2, 300, dtype=torch.int64), cache=long)
+        with pytest.raises(fb.InputError, match="it has 300 tokens, and the fixed one room for 256"):
+            fixed.fill(decoder, long)
+
+
+def test_a_copy_has_neither_the_caches_nor_the_graphs() -> None:
+    decoder = made()
+    decoder.graphs = "step"
+    with fb.bind("exact"):
+        decoder.generate(prompts((0,))[0], max_new_tokens=4)
+    twin = copy.deepcopy(decoder)
+
+    assert (twin._whole, twin.graphs) == ({}, "step")
+
+
+def test_steps_without_graphs_are_eager_and_counted() -> None:
+    decoder = made()
+    steps = WholeSteps(decoder, None)
+    with torch.no_grad():
+        cache = decoder.cache(1)
+        ids = decoder(prompts((0,))[0], cache=cache, keep=1)[:, -1].argmax(-1, keepdim=True)
+        mine, other = decoder.fixed(cache), decoder.fixed(cache)
+        assert torch.equal(steps(ids, mine), decoder.step(ids, other))
+
+    assert steps.report()["eager steps"] == 1
+    assert (mine.length, mine.positions.tolist()) == (LENGTH + 1, [LENGTH + 1])
+
+
+# ---- glue
+
+
+def test_glue_is_not_asked_for_by_itself_and_says_why_it_is_not_used() -> None:
+    decoder = made()
+    assert decoder.report()["glue"] == "not asked for"
+    assert decoder.fuse().report()["glue"] == "not asked for"
+    decoder.fuse(glue=True)
+
+    assert decoder.report()["glue"] in ("Triton is not installed", "Triton's kernels do not run on cpu")
+    compare(decoder, *prompts((0, 3)), steps=5)
+
+
+GLUED = """
+import torch
+from tests_whole_step import LENGTH, SHAPES, made, prompts
+from fuseboard.engine.decoder.glue import Glue
+
+for dtype in (torch.float32, torch.float16):
+    for name in ("qwen2", "sliding after the first"):
+        plain, glued = made(dtype, **SHAPES[name]).fuse(), made(dtype, **SHAPES[name]).fuse(glue=True)
+        assert isinstance(glued.glue, Glue), glued.glue
+        ids, mask = prompts((0, 3))
+        with torch.no_grad():
+            cache = plain.cache(2, attention_mask=mask)
+            logits = plain(ids, cache=cache, keep=1)
+            theirs, mine = plain.fixed(cache), glued.fixed(cache)
+            for _ in range(2):
+                ids = logits[:, -1:].argmax(-1)
+                logits, found = plain.step(ids, theirs), glued.step(ids, mine)
+                near = 1e-4 if dtype == torch.float32 else 0.05 * float(logits.float().std())
+                torch.testing.assert_close(found, logits, rtol=0, atol=near)
+print("glued")
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_glue_in_triton_s_interpreter_gives_the_formula_s_numbers(tmp_path) -> None:
+    shutil.copy(__file__, tmp_path / "tests_whole_step.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *filter(None, [environment.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-c", GLUED], capture_output=True, text=True, timeout=300, env=environment, check=False
+    )
+
+    assert done.stdout.endswith("glued\n"), done.stderr[-2000:]
