@@ -1,0 +1,451 @@
+"""`export`: torch.export, AOTInductor, and the contract of what came out.
+
+The contract is read from the graph that was compiled: sizes as torch's expressions of symbols, with the ranges and
+guards that tracing and inductor arrived at. What the caller asked for is only compared with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import inspect
+import json
+import logging
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fuseboard.engine.aot import archive
+from fuseboard.engine.aot.contract import Constant, Contract, Input, Output, Size, Target, parsed
+from fuseboard.engine.aot.errors import ExportError
+from fuseboard.engine.aot.package import instructions
+from fuseboard.engine.aot.tracing import attention_in_trace
+from fuseboard.policy import Policy, policy_for
+
+__all__ = ["Exported", "export"]
+
+log = logging.getLogger("fuseboard")
+
+# Tracing and inductor keep tables of the process, and say themselves that they are not for threads.
+_one_at_a_time = threading.Lock()
+GPU_ALIGNMENT = 16
+"""Triton's kernels are compiled for inputs whose address is a multiple of this."""
+
+
+@attrs.frozen
+class Exported:
+    """A package that was written. Stands for its path.
+
+    Attributes:
+        path: The file.
+        contract: What it takes.
+        meta: The caller's own, as it will be read back.
+        seconds: How long `export` (tracing) and `compile` (and packaging) took.
+    """
+
+    path: Path
+    contract: Contract
+    meta: Any
+    seconds: Mapping[str, float]
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+
+def export(
+    model: nn.Module,
+    inputs: tuple[Any, ...] | list[Any] | Mapping[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+    names: tuple[str, ...] | None = None,
+    policy: Policy | str | Mapping[str, Policy | str] = "auto",
+    meta: Any = None,
+    inductor_configs: Mapping[str, Any] | None = None,
+) -> Exported:
+    """Compile a model into one file; `load` needs neither the model's code nor a compiler.
+
+    Args:
+        model: In the mode, dtype and place in which it is to run.
+        inputs: An example of its arguments: a tuple of positional ones, or a mapping of those given by name. Sizes are
+            fixed to the example's unless `dynamic_shapes` says otherwise.
+        path: Ends in `.pt2`. It is written under another name and renamed: there is a whole package, or what was there
+            before.
+        kwargs: Arguments given by name, beside positional ones.
+        dynamic_shapes: As for `torch.export.export`.
+        names: What messages and keyword arguments call the inputs; None for their names in `forward`.
+        policy: Which kernels `fuseboard.attention` calls in the package, decided here by running the example.
+        meta: Anything that JSON takes, for `Package.meta`.
+        inductor_configs: For AOTInductor.
+
+    Raises:
+        ExportError: The package would not do what the model does.
+        NotFrozenError: The trace made another kind of attention call than the example.
+        TypeError, ValueError: An argument cannot be right.
+    """
+    path, args, kwargs = Path(path), *_arguments(model, inputs, kwargs)
+    if path.suffix != ".pt2":
+        msg = f"path is {path}; expected a name that ends in .pt2, which torch's loader insists on."
+        raise ValueError(msg)
+    meta = json.loads(json.dumps(meta))  # what cannot be written should fail before a minute of compilation
+    if torch._C._is_any_autocast_enabled():
+        msg = (
+            "export was called under autocast, and a package would not be: the casts of the trace fail to compile, or "
+            "are wrong outside of it. Leave autocast, and give the weights the dtype that is to be computed in: "
+            "copy.deepcopy(model).to(torch.bfloat16)."
+        )
+        raise ExportError("autocast", msg)
+    device = _device_of(model, args, kwargs)
+    _check_example(args, kwargs)
+    with _one_at_a_time, torch.inference_mode(False), torch.no_grad(), _quiet():
+        began = time.perf_counter()
+        with attention_in_trace(model, args, kwargs, policy_for(policy)) as answers:
+            program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+        signature = program.graph_signature
+        _check_state(signature)
+        _check_outputs(program)
+        traced = time.perf_counter()
+        folder = Path(tempfile.mkdtemp(prefix=f".{path.stem}-", dir=path.parent))
+        try:
+            written = folder / path.name
+            torch._inductor.aoti_compile_and_package(
+                program, package_path=str(written), inductor_configs=dict(inductor_configs or {})
+            )
+            contract = _contract(program, model, device, names, dynamic_shapes)
+            contract = attrs.evolve(contract, policy=policy_for(policy).name, attention=answers)
+            archive.seal(written, {"contract": contract.data(), "meta": meta})
+            os.replace(written, path)  # noqa: PTH105 - Path.replace does the same
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        done = time.perf_counter()
+    for note in contract.notes:
+        log.warning("%s: %s", path.name, note)
+    return Exported(path, contract, meta, {"export": traced - began, "compile": done - traced})
+
+
+def _arguments(model: Any, inputs: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if not isinstance(model, nn.Module):
+        msg = f"model is a {type(model).__name__}; expected an nn.Module, as torch.export does."
+        raise TypeError(msg)
+    named = dict(kwargs or {})
+    if isinstance(inputs, Mapping):
+        twice = sorted(inputs.keys() & named.keys())
+        if twice:
+            msg = f"{', '.join(twice)}: given in inputs and in kwargs."
+            raise ValueError(msg)
+        return (), {**inputs, **named}
+    if not isinstance(inputs, (tuple, list)):
+        msg = f"inputs is a {type(inputs).__name__}; expected a tuple of the model's arguments, or a mapping by name."
+        raise TypeError(msg)
+    return tuple(inputs), named
+
+
+def _device_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    found = {each.device for each in (*model.parameters(), *model.buffers(), *tensors)}
+    gpus = sorted(str(each) for each in found if each.type != "cpu")
+    if len(gpus) > 1 or any(each.type not in ("cpu", "cuda") for each in found):
+        msg = (
+            f"the model and its inputs are on {', '.join(sorted(map(str, found)))}; a package runs on the CPU, or on "
+            "one CUDA device: move them there."
+        )
+        raise ExportError("device", msg)
+    return torch.device(gpus[0] if gpus else "cpu")
+
+
+def _check_example(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for keys, each in pytree.tree_flatten_with_path((args, kwargs))[0]:
+        name = pytree.keystr(keys)
+        if not isinstance(each, Tensor):
+            if each is None or isinstance(each, (bool, int, float, str)):
+                continue
+            msg = f"input {name} is a {type(each).__name__}; a package takes tensors, and None, numbers, text as fixed."
+            raise ExportError("input", msg)
+        if each.layout != torch.strided or each.is_nested:
+            msg = f"input {name} is {each.layout}; a package takes strided tensors: give {name}.to_dense()."
+            raise ExportError("input", msg)
+        if any(stride == 0 and size > 1 for size, stride in zip(each.shape, each.stride(), strict=True)):
+            msg = (
+                f"input {name} is expanded (strides {each.stride()}), and the package would read every input so: give "
+                "the example .contiguous()."
+            )
+            raise ExportError("input", msg)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's deprecation warnings of its own code, which are errors where warnings are."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        yield
+
+
+# ---- what came out
+
+
+def _check_state(signature: Any) -> None:
+    if signature.buffers_to_mutate:
+        names = ", ".join(sorted(signature.buffers_to_mutate.values()))
+        msg = (
+            f"the model writes into its buffers {names}: a package would keep that to itself, call by call. Call "
+            "model.eval(), or make the state an input and an output."
+        )
+        raise ExportError("state", msg)
+
+
+def _check_outputs(program: Any) -> None:
+    for i, spec in enumerate(each for each in program.graph_signature.output_specs if each.kind.name == "USER_OUTPUT"):
+        if type(spec.arg).__name__ != "TensorArgument":
+            what = repr(spec.arg.value) if hasattr(spec.arg, "value") else type(spec.arg).__name__
+            msg = f"output {i} of the model is no tensor but {what}; a package gives tensors: leave it out, or wrap it."
+            raise ExportError("output", msg)
+
+
+def _contract(
+    program: Any,
+    model: nn.Module,
+    device: torch.device,
+    names: tuple[str, ...] | None,
+    dynamic_shapes: Any,
+) -> Contract:
+    nodes = {node.name: node for node in program.graph.nodes}
+    signature = program.graph_signature
+    inputs = [each.arg for each in signature.input_specs if each.kind.name == "USER_INPUT"]
+    outputs = [each.arg for each in signature.output_specs if each.kind.name == "USER_OUTPUT"]
+    in_tree, out_tree = program.call_spec.in_spec, program.call_spec.out_spec
+    args_tree, kwargs_tree = in_tree.children_specs if hasattr(in_tree, "children_specs") else in_tree.children()
+    positional, keywords = args_tree.num_children, tuple(kwargs_tree.context or ())
+    flat = in_tree.num_leaves == positional + len(keywords)
+    names = _names(model, names, [each.name for each in inputs], positional, keywords if flat else None)
+    written = set(signature.user_inputs_to_mutate.values())
+    sizes = _Sizes(nodes[each.name].meta["val"] for each in inputs if each.name in nodes)
+    taken: list[Input | Constant] = []
+    for name, each in zip(names, inputs, strict=True):
+        value = nodes[each.name].meta.get("val") if type(each).__name__ == "TensorArgument" else None
+        if isinstance(value, Tensor):
+            taken.append(_input(name, value, sizes, each.name in written, device))
+        elif hasattr(each, "value"):
+            taken.append(Constant(name, each.value))
+        else:
+            msg = f"input {name} is a number that may change; a package takes tensors: make it one."
+            raise ExportError("input", msg)
+    made = Contract(
+        inputs=tuple(taken),
+        outputs=tuple(_output(nodes[each.name].meta["val"], sizes) for each in outputs),
+        symbols=sizes.symbols(),
+        guards=sizes.guards(),
+        positional=positional,
+        keywords=keywords,
+        flat=flat,
+        trees=(pytree.treespec_dumps(in_tree), pytree.treespec_dumps(out_tree)),
+        notes=(),
+        target=_target(device),
+        torch=str(torch.__version__),
+        fuseboard=importlib.metadata.version("fuseboard"),
+        policy="",
+        attention={},
+    )
+    _determined(made)
+    return attrs.evolve(made, notes=tuple(_notes(made, dynamic_shapes, positional, keywords)))
+
+
+def _names(
+    model: nn.Module,
+    names: tuple[str, ...] | None,
+    placeholders: list[str],
+    positional: int,
+    keywords: tuple[str, ...] | None,
+) -> tuple[str, ...]:
+    if names is not None:
+        if len(names) != len(placeholders) or len(set(names)) != len(names):
+            msg = f"names is {names}; expected a different one for each of {', '.join(placeholders)}."
+            raise ValueError(msg)
+        return tuple(names)
+    if keywords is None:
+        return tuple(placeholders)
+    parameters = [
+        each.name
+        for each in inspect.signature(model.forward).parameters.values()
+        if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+    ]
+    first = parameters[:positional] if len(parameters) >= positional else placeholders[:positional]
+    return (*first, *keywords)
+
+
+class _Sizes:
+    """The symbols of a trace, as the contract writes them."""
+
+    def __init__(self, values: Any) -> None:
+        modes = [each.fake_mode for each in values if hasattr(each, "fake_mode")]
+        self._env: Any = modes[0].shape_env if modes else None
+        self._used: dict[str, Any] = {}
+
+    def text(self, size: Any) -> int | str:
+        """A number, or an expression as text, of symbols that are then in use."""
+        if not isinstance(size, torch.SymInt):
+            return int(size)
+        return self._text(self._env.replace(size.node.expr))
+
+    def _text(self, expression: Any) -> int | str:
+        if expression.is_Integer:
+            return int(expression)
+        from torch.utils._sympy.printers import PythonPrinter  # noqa: PLC0415 - sympy, for those who export
+
+        text = str(PythonPrinter().doprint(expression))
+        try:
+            parsed(text)
+        except ValueError as error:
+            msg = f"the graph depends on sizes in a way that no call could be checked for: {error}."
+            raise ExportError("sizes", msg) from error
+        self._used |= {str(each): each for each in expression.free_symbols}
+        return text
+
+    def size(self, size: Any) -> Size:
+        text = self.text(size)
+        if isinstance(text, int):
+            return Size(text, text, text)
+        from torch.utils._sympy.value_ranges import bound_sympy  # noqa: PLC0415 - see above
+
+        expression = self._env.replace(size.node.expr)
+        bounds = bound_sympy(expression, self._env.var_to_range)
+        low, high = _number(bounds.lower) or 0, _number(bounds.upper)
+        free = list(expression.free_symbols)
+        if len(free) == 1:
+            plus = expression.subs(free[0], 0)
+            times = expression.subs(free[0], 1) - plus
+            affine = expression.expand() == (times * free[0] + plus).expand()
+            if affine and times.is_Integer and plus.is_Integer and times > 0:
+                return Size(text, low, high, str(free[0]), int(times), int(plus))
+        return Size(text, low, high)
+
+    def symbols(self) -> dict[str, tuple[int, int | None]]:
+        ranges = {name: self._env.var_to_range[each] for name, each in sorted(self._used.items())}
+        return {name: (_number(each.lower) or 0, _number(each.upper)) for name, each in ranges.items()}
+
+    def guards(self) -> tuple[str, ...]:
+        """What the graph assumes of its symbols besides their ranges, and is not true by itself."""
+        if self._env is None:
+            return ()
+        from torch.utils._sympy.value_ranges import bound_sympy  # noqa: PLC0415 - see above
+
+        found: dict[str, None] = {}
+        for guard in self._env.guards:
+            # By the ranges alone. What torch itself simplifies with, such as divisors, it has learnt from these guards.
+            expression = self._env.replace(guard.expr)
+            if expression.is_Boolean and not expression.free_symbols:
+                continue
+            bounds = bound_sympy(expression, self._env.var_to_range)
+            if bounds.is_singleton() and bool(bounds.lower):
+                continue
+            if {str(each) for each in expression.free_symbols} <= self._used.keys():
+                found[str(self._text(expression))] = None
+        return tuple(found)
+
+
+def _number(bound: Any) -> int | None:
+    """A bound of torch's; None for infinite ones, and for those that stand for it."""
+    try:
+        number = int(bound)
+    except (TypeError, ValueError, OverflowError, AttributeError):
+        return None
+    return number if abs(number) < sys.maxsize // 2 else None
+
+
+def _input(name: str, value: Tensor, sizes: _Sizes, written: bool, device: torch.device) -> Input:
+    if value.is_contiguous():
+        layout = "contiguous"
+    elif value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last):  # noqa: PLR2004
+        layout = "channels_last"
+    else:
+        layout = "strided"
+    gpu = value.device.type == "cuda"
+    return Input(
+        name, str(value.dtype).removeprefix("torch."), tuple(sizes.size(each) for each in value.shape),
+        tuple(sizes.text(each) for each in value.stride()), layout, value.device.type,
+        (device.index or 0) if gpu else None, GPU_ALIGNMENT if gpu else 1, written,
+    )  # fmt: skip
+
+
+def _output(value: Tensor, sizes: _Sizes) -> Output:
+    return Output(
+        str(value.dtype).removeprefix("torch."), tuple(sizes.size(each) for each in value.shape),
+        tuple(sizes.text(each) for each in value.stride()), value.device.type,
+    )  # fmt: skip
+
+
+def _target(device: torch.device) -> Target:
+    from torch._inductor.cpu_vec_isa import pick_vec_isa  # noqa: PLC0415 - inductor, for those who export
+
+    gpu = device.type == "cuda"
+    return Target(
+        sys.platform, platform.machine(), str(pick_vec_isa()).upper(), instructions(), device.type,
+        torch.cuda.get_device_name(device) if gpu else None,
+        torch.cuda.get_device_capability(device) if gpu else None,
+        torch.version.cuda if gpu else None,
+    )  # fmt: skip
+
+
+def _determined(made: Contract) -> None:
+    """Every symbol has to follow from a size, or a call of any sizes would pass."""
+    unknown = made.symbols.keys() - made.owners().keys()
+    if unknown:
+        msg = (
+            f"{', '.join(sorted(unknown))} in the graph's sizes or strides follows from no input's size, so that calls "
+            "could not be checked. Give contiguous examples, and each dynamic size an input where it stands alone."
+        )
+        raise ExportError("sizes", msg)
+
+
+# ---- what was asked for
+
+
+def _notes(made: Contract, dynamic_shapes: Any, positional: int, keywords: tuple[str, ...]) -> Iterator[str]:
+    """Where the package takes something else than `dynamic_shapes` said."""
+    if not made.flat or dynamic_shapes is None:
+        return
+    if isinstance(dynamic_shapes, Mapping):
+        by_name = dynamic_shapes
+    else:
+        by_name = dict(zip((each.name for each in made.inputs), dynamic_shapes, strict=False))
+    for name, spec in by_name.items():
+        each = next((one for one in made.tensors() if one.name == name), None)
+        if each is None or not spec:
+            continue
+        axes = spec.items() if isinstance(spec, Mapping) else enumerate(spec)
+        for axis, wish in axes:
+            size = each.sizes[axis]
+            asked = _asked(wish)
+            if asked is not None and asked != (size.low, size.high):
+                low, high = asked
+                said = f"{low} or more" if high is None else f"{low} to {high}"
+                why = " (torch.export sets sizes 0 and 1 apart: export them by themselves)" if size.low > low else ""
+                yield f"size {axis} of {name} was to be {said}; the package takes {size}{why}."
+            elif size.fixed and type(wish).__name__ == "_DimHint" and "STATIC" not in str(wish):
+                yield f"size {axis} of {name} was to be dynamic; the package takes {size} only."
+
+
+def _asked(wish: Any) -> tuple[int, int | None] | None:
+    """The bounds of a `Dim`, or of what was computed from one; None where none were given."""
+    root = getattr(wish, "root", wish)
+    low, high = _number(getattr(root, "min", None)), _number(getattr(root, "max", None))
+    if low is None and high is None:
+        return None
+    fn = getattr(wish, "fn", None)
+    if fn is not None and root is not wish:
+        return int(fn(low or 0)), None if high is None else int(fn(high))
+    return low or 0, high
