@@ -342,6 +342,53 @@ def test_a_plugin_says_what_it_is_without_its_kernel_being_imported(acme):
     assert json.loads(json.dumps(said)) == said
 
 
+@pytest.fixture
+def three(acme, tmp_path):
+    """Install a distribution with the backends `good`, `acme` and `last`; `acme`'s module begins with this text."""
+
+    def install(plugin=""):
+        acme(plugin=plugin)
+        site = tmp_path / "site"
+        for name in ("good", "last"):
+            (site / f"acme_{name}.py").write_text(PLUGIN)
+        points = "[fuseboard.backends]\ngood = acme_good\nacme = acme_attention\nlast = acme_last\n"
+        (site / "acme_attention-1.dist-info/entry_points.txt").write_text(points)
+        return ("good", "acme", "last")
+
+    return install
+
+
+@pytest.mark.slow
+def test_what_one_distribution_ships_is_declared_in_one_child_as_it_is_alone(three, monkeypatch):
+    names, asked, ask = three(), [], child._ask
+    monkeypatch.setattr(child, "_ask", lambda question, *rest, **more: asked.append(1) or ask(question, *rest, **more))
+    together = child.declare_together(names)
+
+    assert len(asked) == 1
+    assert together == {name: child.declare(name) for name in names}
+    assert all(said["constraints"] for said in together.values())
+
+
+@posix
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plugin", "fault", "printed"),
+    [
+        ("import ctypes; ctypes.string_at(0)\n", "crashed (SIGSEGV, segmentation fault)", None),
+        ("raise OSError('no disk')\n", "OSError: no disk", None),
+        ("print('hello from acme')\n", None, ["hello from acme"]),
+    ],
+)
+def test_among_backends_that_are_asked_together_only_the_one_at_fault_is_blamed(three, plugin, fault, printed):
+    said = child.declare_together(three(plugin))
+
+    assert [said[name]["fault"] for name in ("good", "last")] == [None, None]
+    assert [said[name]["detail"] for name in ("good", "last")] == [[], []]
+    assert all(said[name]["constraints"] for name in ("good", "last"))
+    assert said["acme"]["fault"] is fault if fault is None else fault in said["acme"]["fault"]
+    assert printed is None or said["acme"]["detail"] == printed
+
+
 def test_a_backend_that_is_not_installed_is_a_no_without_a_child():
     answer = child.probe("no-such", "cpu", machine=FACTS)
 

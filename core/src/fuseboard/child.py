@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from fuseboard import settings, verdicts
 from fuseboard.registry import Entry, Registry, first_line, installed_entries
 from fuseboard.settings import Settings
 
-__all__ = ["Answer", "declare", "find", "possible", "probe", "survey"]
+__all__ = ["Answer", "declare", "declare_together", "find", "possible", "probe", "survey"]
 
 STAGES = {
     "start": "the import of torch",
@@ -207,16 +207,35 @@ def declare(name: str, *, timeout: float = 60) -> dict[str, Any]:
         `depends on the call`), `known_bad` (each with `package`, `versions`, `reason`, `link`, and `some_calls`: not
         the whole backend), `install` (the line that keeps the installed torch) and `detail` (what it printed).
     """
-    found: dict[str, Any] = {
-        "fault": None, "distribution": None, "version": None, "info": {}, "constraints": {}, "exactness": None,
-        "known_bad": [], "install": None, "detail": [],
-    }  # fmt: skip
     entry = find(name)
     if entry is None:
-        return found | {"fault": f"no installed plugin has a backend called {name!r}"}
-    found |= {"distribution": entry.distribution, "version": entry.version}
-    end = _ask({"task": "declare", **_named(entry)}, timeout)
-    return found | (end.answer or {"fault": end.failure}) | {"detail": list(end.detail)}
+        return _declared(None) | {"fault": f"no installed plugin has a backend called {name!r}"}
+    end = _ask({"task": "declare", "backends": [_named(entry)]}, timeout)
+    answer = next(iter((end.answer or {}).values()), {"fault": end.failure})
+    return _declared(entry) | answer | {"detail": list(end.detail)}
+
+
+def declare_together(names: Sequence[str], *, timeout: float = 60) -> dict[str, dict[str, Any]]:
+    """`declare` for several backends of one distribution, in one child while all goes well.
+
+    Where that child prints something, finds a fault or does not end well, each backend is asked again alone, so that
+    it is known who it was.
+    """
+    entries = {name: find(name) for name in names}
+    found = [entry for entry in entries.values() if entry is not None]
+    if len(found) == len(names) > 1:
+        end = _ask({"task": "declare", "backends": [_named(entry) for entry in found]}, timeout)
+        answers = end.answer or {}
+        if not end.detail and all("fault" not in answers.get(name, {"fault": ""}) for name in names):
+            return {name: _declared(entries[name]) | answers[name] for name in names}
+    return {name: declare(name, timeout=timeout) for name in names}
+
+
+def _declared(entry: Entry | None) -> dict[str, Any]:
+    return {
+        "fault": None, "distribution": entry and entry.distribution, "version": entry and entry.version, "info": {},
+        "constraints": {}, "exactness": None, "known_bad": [], "install": None, "detail": [],
+    }  # fmt: skip
 
 
 def _named(entry: Entry) -> dict[str, str]:

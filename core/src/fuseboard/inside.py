@@ -141,6 +141,10 @@ def _declare(asked: Mapping[str, Any], say: Say) -> dict[str, Any]:
     with contextlib.suppress(Exception):  # a plugin that needs torch says so itself
         import torch  # noqa: F401, PLC0415 - before the time limit begins
     _begin("plugin", asked, say)
+    return {each["name"]: _declaration({**asked, **each}) for each in asked["backends"]}
+
+
+def _declaration(asked: Mapping[str, Any]) -> dict[str, Any]:
     backend, fault = _load(asked)
     if backend is None:
         return {"fault": fault}

@@ -222,10 +222,12 @@ def _ask(
     """Let every plugin that is not blocked declare itself, then try each on the devices that it is made for."""
     limit = min(asked.timeout or DECLARE_LIMIT, DECLARE_LIMIT)
 
-    def declare(row: Row) -> None:
-        progress.say(f"{row.name}: what it declares")
-        row.take(child.declare(row.name, timeout=limit), devices)
-        progress.step()
+    def declare(group: Sequence[Row]) -> None:
+        progress.say(f"{', '.join(row.name for row in group)}: what it declares")
+        declared = child.declare_together([row.name for row in group], timeout=limit)
+        for row in group:
+            row.take(declared[row.name], devices)
+            progress.step()
 
     def probe(row: Row, device: str) -> None:
         def tell(stage: str) -> None:
@@ -247,7 +249,11 @@ def _ask(
 
     open_rows = [row for row in rows if row.state is None]
     progress.expect(len(open_rows))
-    run_all([functools.partial(declare, row) for row in open_rows], asked.jobs)
+    # Starting a child is mostly the import of torch, so what one distribution ships is asked of one child.
+    groups: dict[str | None, list[Row]] = {}
+    for row in open_rows:
+        groups.setdefault(row.distribution, []).append(row)
+    run_all([functools.partial(declare, group) for group in groups.values()], asked.jobs)
     # Device by device, so that children that run at once are on different devices as often as may be.
     pairs = [(row, at) for row in open_rows for at in row.unknown]
     pairs.sort(key=lambda pair: pair[0].unknown.index(pair[1]))
