@@ -121,7 +121,7 @@ def ours(name: str, decoder: QwenDecoder, form: bool | str, policy: str | None, 
     def report() -> Any:
         decoder.graphs = form
         found = decoder.report()
-        return {key: found[key] for key in ("graphs", "step", "glue", "fused_projections") if key in found}
+        return {key: found[key] for key in ("graphs", "step", "glue", "fused_projections", "streamed")}
 
     return Variant(name, run, report, **given)
 
@@ -170,6 +170,13 @@ def variants(options: argparse.Namespace, device: torch.device, batch: int) -> I
             added = f"{title}+fused+glue" if glue else f"{title}+fused"
             yield ours(f"whole step {added}", fused, "step", policy, equal_to=f"whole step {title}")
             yield ours(f"step-eager {added}", fused, "step-eager", policy, equal_to=f"whole step {added}")
+
+    if batch in options.streamed:
+        on_cpu = {name: each.cpu() for name, each in state.items()}
+        streamed = decoder_of(TINY if options.tiny else SHAPE, on_cpu).stream_layers(device)
+        yield ours("streamed eager", streamed, False, None)
+        yield ours("streamed step", streamed, "step", None, equal_to="whole step reference")
+        yield ours("step-eager streamed", streamed, "step-eager", None, equal_to="streamed step")
 
 
 def takes(policy: str, device: torch.device, dtype: torch.dtype) -> bool:
@@ -428,6 +435,7 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="NAME,...", help="these variants, and eager")
     parser.add_argument("--batches", default="1,8", help="batch sizes (default %(default)s)")
     parser.add_argument("--compiled", default="1", help="batch sizes with a compiled static cache: 45 s each")
+    parser.add_argument("--streamed", default="1", help="batch sizes with streamed layers (default %(default)s)")
     parser.add_argument("--no-compile", action="store_true", help="leave the compiled static cache out")
     parser.add_argument("--policies", default="flash", help="backends for whole steps (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="timed runs of each variant (default %(default)s)")
@@ -444,6 +452,7 @@ def main() -> int:
         return 0
     options.only = [each.strip() for each in options.only.split(",") if each.strip()]
     options.policies = [each for each in options.policies.split(",") if each]
+    options.streamed = [int(each) for each in options.streamed.split(",") if each]
     options.compiled = [int(each) for each in options.compiled.split(",") if each]
     device = torch.device(options.device)
     if options.tiny:

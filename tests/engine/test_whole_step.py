@@ -294,6 +294,7 @@ print("glued")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_glue_in_triton_s_interpreter_gives_the_formula_s_numbers(tmp_path) -> None:
     shutil.copy(__file__, tmp_path / "tests_whole_step.py")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fuseboard.engine.decoder.generation import check_ids
 from fuseboard.engine.decoder.glue import Glue, Turn
-from fuseboard.engine.decoder.layers import Given, Layer
+from fuseboard.engine.decoder.layers import Given
 from fuseboard.errors import InputError
 from fuseboard.masks import MaskInfo
 
@@ -245,7 +245,7 @@ def step(decoder: QwenDecoder, ids: Tensor, cache: FixedCache) -> Tensor:
     """The device's part of a step, which a graph can hold: logits `(batch, 1, vocab)`; positions advance."""
     glue = decoder.glue
     where = torch.cuda.device(decoder.device) if decoder.device.type == "cuda" else contextlib.nullcontext()
-    with where:
+    with where, decoder.one_pass():
         logits = _glued(decoder, ids, cache, glue) if isinstance(glue, Glue) else _plain(decoder, ids, cache)
         cache.positions.add_(1)
     return logits
@@ -256,8 +256,7 @@ def _plain(decoder: QwenDecoder, ids: Tensor, cache: FixedCache) -> Tensor:
     cos, sin = (each.index_select(0, cache.positions)[:, None, None] for each in (cache.cos, cache.sin))
     given = {kind: part.given(cache.positions) for kind, part in cache.parts.items()}
     places = {kind: (cache.positions % part.size)[:, None, None, None] for kind, part in cache.parts.items()}
-    for index, layer in enumerate(decoder.model.layers):
-        assert isinstance(layer, Layer)
+    for index, layer in decoder.visited():
         kind = layer.kind
         q, k, v = layer.before(hidden, cos, sin)
         k, v = cache.parts[kind].put(cache.index[index], k, v, places[kind])
@@ -271,8 +270,7 @@ def _glued(decoder: QwenDecoder, ids: Tensor, cache: FixedCache, glue: Glue) -> 
     turn = Turn(cache.positions, cache.cos, cache.sin)
     given = {kind: part.given(cache.positions) for kind, part in cache.parts.items()}
     delta: Tensor | None = None
-    for index, layer in enumerate(decoder.model.layers):
-        assert isinstance(layer, Layer)
+    for index, layer in decoder.visited():
         part, place, own = layer.self_attn, cache.parts[layer.kind], cache.index[index]
         hidden, x = glue.add_norm(hidden, delta, layer.input_layernorm)
         q = glue.put_heads(part.qkv_proj(x), part, place, own, turn)

@@ -148,8 +148,9 @@ def _differs(
         return norm
 
     def near(mine: Tensor, theirs: Tensor) -> bool:
-        bits = 4 * torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5
-        return torch.allclose(mine.float(), theirs.float(), rtol=bits, atol=bits)
+        # A last bit of a norm may be another, and what is subtracted afterwards makes it the larger beside the rest.
+        allowed = (1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps) * theirs.float().abs().max()
+        return bool((mine.float() - theirs.float()).abs().max() <= allowed)
 
     def normed(norm: RMSNorm, x: Tensor) -> Tensor:
         return norm.weight * upcast_norm(x, eps)

@@ -13,6 +13,7 @@ host waits for the device once a token: to read the ids, who has ended, and whet
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from fuseboard.engine.decoder.layers import SITES, Given, Layer, packs_queries
 from fuseboard.engine.decoder.norms import RMSNorm, fused_norm_exact
 from fuseboard.engine.decoder.rope import cos_sin, frequencies, signed
 from fuseboard.engine.decoder.steps import DecoderSteps
+from fuseboard.engine.decoder.streamed import Streamed
 from fuseboard.engine.decoder.weights import Folder, take
 from fuseboard.engine.decoder.whole_step import WholeSteps
 from fuseboard.engine.graphs import Graphs, unusable
@@ -87,6 +89,7 @@ class QwenDecoder(nn.Module):
         self._one_token: dict[torch.device, DecoderSteps] = {}
         self._whole: dict[tuple[torch.device, bool], WholeSteps] = {}
         self._misfit: str | None = None
+        self._streamed: Streamed | None = None
         self.model = _Stack(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, device="meta")
         self.lm_head.requires_grad_(requires_grad=False)
@@ -173,6 +176,7 @@ class QwenDecoder(nn.Module):
         Raises:
             WeightsError: A weight is missing, unexpected or of another shape; or their dtype is not one.
         """
+        self._refuse_streamed("loaded")
         if self.fused:
             msg = "fuse() has stacked this decoder's weights; load into a new QwenDecoder."
             raise RuntimeError(msg)
@@ -206,8 +210,9 @@ class QwenDecoder(nn.Module):
             RuntimeError: It is being trained, its weights want gradients, or no weights are loaded.
         """
         self._prepare()
-        if self.training or any(each.requires_grad for each in self.parameters()):
-            msg = "fuse() is for inference; call eval() and requires_grad_(False) first."
+        self._for_inference("fuse()")
+        if self._streamed is not None and not self.fused:
+            msg = "the layers are streamed; call fuse() before stream_layers()."
             raise RuntimeError(msg)
         if not self.fused:
             with torch.inference_mode(mode=False), torch.no_grad():
@@ -221,6 +226,61 @@ class QwenDecoder(nn.Module):
             self._glue = True
             self._drop_whole()
         return self
+
+    def _for_inference(self, what: str) -> None:
+        if self.training or any(each.requires_grad for each in self.parameters()):
+            msg = f"{what} is for inference; call eval() and requires_grad_(False) first."
+            raise RuntimeError(msg)
+
+    def stream_layers(self, device: torch.device | str) -> QwenDecoder:
+        """Keep the layers in pinned host memory, and copy each to the device as a pass comes to it.
+
+        For a model that the device has no room for: load it on the CPU, and fuse it there. A token then takes as long
+        as its weights take to come over. Embedding, norm and head stay on the device. The bits do not change. With
+        `graphs = "step"` the graph copies the weights itself, where that was measured to be faster at its capture.
+        Not undone: load anew for weights that stay. One pass at a time runs.
+
+        Args:
+            device: Where to compute.
+
+        Raises:
+            RuntimeError: It is being trained, its weights want gradients, or no weights are loaded.
+        """
+        self._prepare()
+        self._for_inference("stream_layers()")
+        if self._streamed is None:
+            device = torch.device(device)
+            if device.type == "cuda" and device.index is None:
+                device = torch.device("cuda", torch.cuda.current_device())
+            made = Streamed([layer for _, layer in self._layers()], device)
+            self.model.embed_tokens.to(device)
+            self.model.norm.to(device)
+            self.lm_head.to(device)
+            if self.config.tie_word_embeddings:
+                self.lm_head.weight = self.model.embed_tokens.weight
+            self._one_token.clear()
+            self._drop_whole()
+            self._streamed = made
+        return self
+
+    @property
+    def streamed(self) -> bool:
+        """Whether the layers are streamed."""
+        return self._streamed is not None
+
+    def _refuse_streamed(self, what: str) -> None:
+        if self._streamed is not None:
+            msg = f"the layers are streamed, so that their parameters are not all there to be {what}; load anew."
+            raise RuntimeError(msg)
+
+    def state_dict(self, *given: Any, **options: Any) -> Any:
+        """As in torch; not with streamed layers."""
+        self._refuse_streamed("saved")
+        return super().state_dict(*given, **options)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self._refuse_streamed("moved or cast")
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     @property
     def glue(self) -> Glue | str:
@@ -257,8 +317,9 @@ class QwenDecoder(nn.Module):
 
     def train(self, mode: bool = True) -> QwenDecoder:
         """As in torch; not with fused projections."""
-        if mode and self.fused:
-            msg = "fused projections are for inference; load the weights into a new QwenDecoder to train it."
+        if mode and (self.fused or self._streamed is not None):
+            what = "fused projections" if self.fused else "streamed layers"
+            msg = f"{what} are for inference; load the weights into a new QwenDecoder to train it."
             raise RuntimeError(msg)
         super().train(mode)
         return self
@@ -389,15 +450,28 @@ class QwenDecoder(nn.Module):
         else:
             begun = self._begin(hidden, cache, positions)
         hidden, cos, sin, given = begun
-        for index, layer in enumerate(self.model.layers):
-            assert isinstance(layer, Layer)
-            q, k, v = layer.before(hidden, cos, sin)
-            if cache is not None:
-                k, v = cache.put(index, k, v)
-            hidden = layer.after(hidden, layer.attend(q, k, v, given[layer.kind]))
+        with self.one_pass():
+            for index, layer in self.visited():
+                q, k, v = layer.before(hidden, cos, sin)
+                if cache is not None:
+                    k, v = cache.put(index, k, v)
+                hidden = layer.after(hidden, layer.attend(q, k, v, given[layer.kind]))
         if cache is not None:
             cache.end(new)
         return self.model.norm(hidden)  # type: ignore[no-any-return]
+
+    def visited(self) -> Iterator[tuple[int, Layer]]:
+        """The layers in their order, each when its weights are on the device; within `one_pass`."""
+        return self._layers() if self._streamed is None else self._streamed.visited()
+
+    def _layers(self) -> Iterator[tuple[int, Layer]]:
+        for index, layer in enumerate(self.model.layers):
+            assert isinstance(layer, Layer)
+            yield index, layer
+
+    def one_pass(self) -> contextlib.AbstractContextManager[None]:
+        """Around a pass through the layers: where they are streamed, one pass at a time has them."""
+        return contextlib.nullcontext() if self._streamed is None else self._streamed.one_pass()
 
     def begin(self, ids: Tensor, cache: KVCache) -> tuple[Tensor, Tensor, Tensor, dict[str, Given]]:
         """The first part of a pass that the caller goes on with: `before`, `put`, `attend`, `after` of each layer.
@@ -407,7 +481,11 @@ class QwenDecoder(nn.Module):
         Returns:
             The first hidden state, the cosines and the signed sines for `Layer.before`, and what attention is told for
             each kind of layer.
+
+        Raises:
+            RuntimeError: The layers are streamed, so that the caller would meet other weights than theirs.
         """
+        self._refuse_streamed("used one by one")
         self._prepare()
         hidden = self._embedded(ids, None)
         self._check(hidden, cache, None)
@@ -475,10 +553,11 @@ class QwenDecoder(nn.Module):
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             msg = "QwenDecoder computes in the dtype of its weights; leave autocast, and load it with dtype= instead."
             raise RuntimeError(msg)
-        if torch.is_grad_enabled() and (cache is not None or self.fused):
+        if torch.is_grad_enabled() and (cache is not None or self.fused or self._streamed is not None):
             wants = hidden.requires_grad or any(each.requires_grad for each in self.parameters())
             if wants:
-                what = "a cache is written in place" if cache is not None else "fused projections are for inference"
+                kind = "fused projections" if self.fused else "streamed layers"
+                what = "a cache is written in place" if cache is not None else f"{kind} are for inference"
                 msg = f"{what}, and a gradient is wanted; run it under torch.no_grad(), or without."
                 raise RuntimeError(msg)
         if cache is None:
@@ -626,10 +705,13 @@ class QwenDecoder(nn.Module):
         return steps(ids, cache)
 
     def _no_graphs(self) -> str | None:
+        if self._streamed is not None and self.graphs is True:
+            return "the layers are streamed"
         return unusable(self.device) if self.graphs in (True, "step") else "switched off"
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy takes over: graphs hold addresses of this one's weights."""
+        self._refuse_streamed("copied")
         return {**self.__dict__, "_one_token": {}, "_whole": {}}
 
     def generate(
@@ -693,6 +775,13 @@ class QwenDecoder(nn.Module):
             "heads sharing a key": config.groups,
             "masked single queries": "packed" if packs_queries() else "keys repeated",
             "fused_projections": self.fused,
+            "streamed": None
+            if self._streamed is None
+            else {
+                "layers": config.num_hidden_layers,
+                "bytes a token": self._streamed.nbytes,
+                "measured": None if whole is None else whole.measured,
+            },
             "glue": self.glue if isinstance(self.glue, str) else "Triton",
             "graphs": {"captured": 0, "replays": 0, "failed": None} if steps is None else steps.report(),
             "no_graphs": self._no_graphs(),
@@ -704,7 +793,7 @@ class QwenDecoder(nn.Module):
         """How steps of one token are made, and why not as one graph."""
         asked = self.graphs in ("step", "step-eager")
         whole = self._whole.get((self.device, True))
-        failed = None if whole is None else whole.report()["failed"]
+        failed = None if whole is None else whole.report()["failed"] or whole.slower
         why = self._misfit or self._no_graphs() or failed if asked else "not asked for"
         between = self._no_graphs() is None
         if not asked or self._misfit is not None:

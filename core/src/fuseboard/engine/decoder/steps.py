@@ -51,7 +51,7 @@ class DecoderSteps:
             ids: `(batch, 1)`.
             cache: Made by `decoder.cache`, with at least the prompt in it; takes the token in.
         """
-        if self._graphs is None or self._graphs.failure is not None:
+        if self._graphs is None or self._graphs.failure is not None or self._decoder.streamed:
             self._steps.eager_steps += 1
             return self._decoder(ids, cache=cache)  # type: ignore[no-any-return]
         hidden, cos, sin, given = self._decoder.begin(ids, cache)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["WholeSteps"]
 
 _SPARE = 4
+_TRIALS = 3
 _Key: TypeAlias = tuple[Any, Sampler | None, bool]
 
 
@@ -60,6 +61,8 @@ class WholeSteps:
     Attributes:
         eager_steps: How many steps ran without a graph.
         capture_seconds: What the captures took, all together.
+        measured: For streamed layers: what a step took by its graph, and without, in milliseconds.
+        slower: Why graphs that were captured are not used: streaming without them was faster.
     """
 
     def __init__(self, decoder: QwenDecoder, graphs: Graphs | None) -> None:
@@ -71,6 +74,8 @@ class WholeSteps:
         """
         self.eager_steps = 0
         self.capture_seconds = 0.0
+        self.measured: dict[str, float] | None = None
+        self.slower: str | None = None
         self._decoder, self._graphs = decoder, graphs
         self._captured: weakref.WeakKeyDictionary[FixedCache, dict[_Key, _Captured]] = weakref.WeakKeyDictionary()
         self._states: weakref.WeakKeyDictionary[FixedCache, dict[Sampler, State]] = weakref.WeakKeyDictionary()
@@ -165,7 +170,7 @@ class WholeSteps:
             stream.wait_event(self._done)
             if cache.prepare(decoder):
                 self._forget(cache)
-            if graphs.failure is not None or torch.is_grad_enabled():
+            if graphs.failure is not None or self.slower is not None or torch.is_grad_enabled():
                 answer = self._eager(ids, cache, sampler, state)
             else:
                 answer = self._replayed(ids, cache, sampler, state, graphs)
@@ -196,11 +201,9 @@ class WholeSteps:
                 return self._eager(ids, cache, sampler, state)
             held[key] = found
         found.ids.copy_(ids)
-        if generator is None:
+        drawing = contextlib.nullcontext() if generator is None else graphs.drawing(generator)
+        with self._decoder.one_pass(), drawing:
             answer = found.graph.launch().clone()
-        else:
-            with graphs.drawing(generator):
-                answer = found.graph.launch().clone()
         cache.length += 1
         if binding is not None and binding.run is not None:
             for route, count in found.routes:
@@ -232,7 +235,10 @@ class WholeSteps:
 
             # A pool of its own: caches take turns in any order, and one's graphs go when it goes.
             graph = graphs.capture(counted, changed, pool=torch.cuda.graph_pool_handle())
-        self.capture_seconds += time.perf_counter() - begun
+            self.capture_seconds += time.perf_counter() - begun
+            if graph is not None and decoder.streamed and self._is_slower(fn, graph, changed, graphs):
+                graphs.drop([graph])
+                graph = None
         if graph is None:
             return None
         routes = runs[-1]._counts() if runs else []  # of the calls that were captured, the last ones
@@ -241,6 +247,29 @@ class WholeSteps:
             used[route.backend_name] = used.get(route.backend_name, 0) + count
         self._used = used or {"reference": len(decoder.config.layer_types)}
         return _Captured(mine, graph, signature(decoder), routes, state)
+
+    def _is_slower(self, fn: Callable[[], Tensor], graph: Graph[Tensor], changed: list[Tensor], graphs: Graphs) -> bool:
+        """Whether streaming by the graph takes longer than without. Waits for the device; once a capture."""
+        kept, drawn, replays = [each.clone() for each in changed], graphs.generator.get_state(), graphs.replays
+        best: dict[str, float] = {}
+        with self._decoder.one_pass():
+            for name, action in (("eager", fn), ("graph", graph.launch)) * _TRIALS:
+                for tensor, before in zip(changed, kept, strict=True):
+                    tensor.copy_(before)
+                torch.cuda.synchronize(graphs.device)
+                begun = time.perf_counter()
+                action()
+                torch.cuda.synchronize(graphs.device)
+                best[name] = min(best.get(name, 1e9), 1000 * (time.perf_counter() - begun))
+            for tensor, before in zip(changed, kept, strict=True):
+                tensor.copy_(before)
+        graphs.generator.set_state(drawn)
+        graphs.replays = replays
+        self.measured = {f"{name} ms": round(took, 3) for name, took in best.items()}
+        if best["graph"] < best["eager"]:
+            return False
+        self.slower = f"a step took {best['graph']:.2f} ms by its graph and {best['eager']:.2f} ms without"
+        return True
 
     def _forget(self, cache: FixedCache) -> None:
         """Let go of a cache's graphs."""
