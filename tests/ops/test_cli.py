@@ -18,6 +18,7 @@ from boards import Board
 from pages import BLOCK, PAGES, printed
 
 import fuseboard
+from fuseboard import registry
 from fuseboard.ops import cli
 
 ROOT = Path(__file__).parents[2]
@@ -205,7 +206,6 @@ def test_a_site_that_cannot_be_found_is_one_line_and_status_2(command, engine, t
         ("--dtype fp8", r"argument --dtype: invalid choice: 'fp8'"),
         ("--kv-heads 3", r"q has 8 heads and k 3"),
         ("--policy flsh", r"unknown policy 'flsh'\. Did you mean 'flash'"),
-        ("--policy tilelang", r"is not installed\. Install it: pip install --no-deps fuseboard-tilelang"),
         ("--device nowhere", r"the call's tensors cannot be made \(RuntimeError: "),
         ("--shape 99999,99999,99999,64", r"the call's tensors cannot be made \(RuntimeError: "),
     ],
@@ -215,6 +215,23 @@ def test_a_call_that_cannot_be_described_is_one_line_and_status_2(command, argum
 
     assert (status, out) == (2, "")
     assert re.match(rf"fuseboard explain: .*{message}", err), err
+    assert err.count("\n") == 1
+
+
+def test_a_policy_whose_plugin_is_not_installed_is_one_line_with_the_line_that_installs_it(
+    command, tmp_path, monkeypatch
+):
+    hidden = tmp_path / "fuseboard_tilelang-9.dist-info"  # first on the path, and without a backend
+    hidden.mkdir()
+    (hidden / "METADATA").write_text("Metadata-Version: 2.1\nName: fuseboard-tilelang\nVersion: 9\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with registry.use(registry.Registry()):
+        status, out, err = command("explain", "--policy", "tilelang")
+
+    assert (status, out) == (2, "")
+    assert re.match(
+        r"fuseboard explain: .*is not installed\. Install it: pip install --no-deps fuseboard-tilelang", err
+    )
     assert err.count("\n") == 1
 
 

@@ -407,6 +407,7 @@ def test_a_healthy_backend_is_status_0_known_from_disk_and_told_in_plain_text(bo
 )
 def test_wrong_usage_is_one_line_and_status_2(board, arguments, message):
     board.plugin("good")
+    board.distribution("fuseboard-tilelang")  # hides the one that is installed, and has no backend
     done = board.run("doctor", *arguments)
 
     assert (done.returncode, done.stdout) == (2, "")
