@@ -76,6 +76,14 @@ ENGINE: tuple[tuple[str, Row], ...] = (
         ),
     ),
     (
+        "fuseboard.engine.decoder.whole_step:WholeSteps",
+        Row(
+            "whole-step graphs", ROUNDING, "one graph for a step, over a cache of fixed capacity, of which attention "
+            "is told a mask or lengths: another kernel may answer. The bits are those of the same step without a graph",
+            on=False, ask='`decoder.graphs = "step"`', reported="`QwenDecoder.report()`: `step`",
+        ),
+    ),
+    (
         "fuseboard.engine.sampling:multinomial1",
         Row(
             "draws without waiting", NOTHING, "torch.multinomial's own draw without its two checks; ids and generator "
@@ -102,6 +110,22 @@ ENGINE: tuple[tuple[str, Row], ...] = (
             "fused projections", ROUNDING, "q, k, v and gate, up as single matrix products; for the larger one a GPU "
             "may take another kernel", on=False, ask="`decoder.fuse()`",
             reported="`QwenDecoder.report()`: `fused_projections`",
+        ),
+    ),
+    (
+        "fuseboard.engine.decoder:QwenDecoder.glue",
+        Row(
+            "fused glue", ROUNDING, "norms, rotation and gate of a whole step as Triton kernels, which add a norm's "
+            "squares in another order", on=False, ask="`decoder.fuse(glue=True)`",
+            reported="`QwenDecoder.report()`: `glue`",
+        ),
+    ),
+    (
+        "fuseboard.engine.decoder:QwenDecoder.stream_layers",
+        Row(
+            "streamed layers", NOTHING, "the layers' weights stay in pinned host memory and are copied over as a pass "
+            "comes to them", on=False, ask="`decoder.stream_layers(device)`",
+            reported="`QwenDecoder.report()`: `streamed`",
         ),
     ),
     (
