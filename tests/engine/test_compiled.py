@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
 import os
 import pickle
 import shutil
@@ -262,6 +263,27 @@ def test_inductor_compiles_where_it_can():
     with torch.no_grad():
         assert torch.allclose(compiled(x), block(x), atol=1e-5)
     assert compiled.report()["compiled"], compiled.report()
+
+
+@pytest.mark.parametrize("number", [1.5, 0.3])
+def test_a_number_for_which_dynamo_traces_once_more_is_no_failure(number, warnings):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = 1.25
+
+        def forward(self, x, by):
+            return torch.cos(x) * self.scale * by + math.floor(by)
+
+    block = Scaled()
+    compiled = Compiled(block, "block", backend="aot_eager")
+    for length in (3, 5):
+        x = torch.linspace(0, 1, length)
+        torch.testing.assert_close(compiled(x, number), block(x, number))
+
+    assert compiled.report()["compiled"], compiled.report()
+    assert compiled.report()["graphs"] == 1
+    assert warnings() == []
 
 
 # ---- dynamo's own failures

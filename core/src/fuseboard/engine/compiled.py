@@ -284,18 +284,21 @@ class _Backend:
         self.inner = inner
 
     def __call__(self, graph: fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
-        owner, compile_id = _running.top, torch._guards.CompileContext.current_compile_id()
-        if owner is not None:
-            owner._traced((getattr(compile_id, "frame_id", 0), getattr(compile_id, "frame_compile_id", 0)))
         # Before the backend rewrites the graph in place; `code` has the function made, which is else done when called.
         as_traced, repeatable = graph.forward if graph.code else graph, _only_computes(graph)
         handled = sys.exc_info()[1]
         try:
-            return _Graph(as_traced, self.inner(graph, inputs, **options), repeatable)
+            made = _Graph(as_traced, self.inner(graph, inputs, **options), repeatable)
+        except torch._dynamo.exc.RestartAnalysis:  # no failure: dynamo is to trace once more, numbers as constants
+            raise
         except Exception as error:
             if classify(error, handled) is not Meaning.BROKEN:
                 raise
-            return _Graph(as_traced, None, repeatable, first_line(error))
+            made = _Graph(as_traced, None, repeatable, first_line(error))
+        owner, compile_id = _running.top, torch._guards.CompileContext.current_compile_id()
+        if owner is not None:
+            owner._traced((getattr(compile_id, "frame_id", 0), getattr(compile_id, "frame_compile_id", 0)))
+        return made
 
     def __getattr__(self, name: str) -> Any:
         if name == "inner" or name.startswith("__"):
