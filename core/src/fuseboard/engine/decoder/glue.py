@@ -6,6 +6,7 @@ alone, and only where a trial on the device gives the formula's numbers; elsewhe
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -121,7 +122,9 @@ def _tried(
         if device.type != "cuda" and "Interpreted" not in type(kernels.add_norm).__name__:
             return f"Triton's kernels do not run on {device.type}"
         glue = Glue(kernels)
-        with torch.inference_mode(mode=False), torch.no_grad():
+        # Triton launches on the current device.
+        where = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+        with where, torch.inference_mode(mode=False), torch.no_grad():
             wrong = _differs(glue, device, dtype, wide, inner, heads, kv_heads, dim, qk_norm, eps)
     except Exception as error:
         if classify(error) is not Meaning.BROKEN:

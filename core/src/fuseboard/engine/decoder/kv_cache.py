@@ -163,6 +163,11 @@ class KVCache:
         start = held.stop - self.kept(held.window)
         return held.keys[:, :, start : held.stop], held.values[:, :, start : held.stop]
 
+    def release(self) -> None:
+        """Let go of its memory. It is of no use any more."""
+        self._writing = True
+        self._layers.clear()
+
     @property
     def nbytes(self) -> int:
         """How much memory the keys and values take."""

@@ -308,7 +308,7 @@ class QwenDecoder(nn.Module):
             msg = f"graphs is {form!r}; expected one of {', '.join(map(repr, _FORMS))}."
             raise InputError("graphs", msg)
         self._graphs = form
-        if form != "step":
+        if form not in ("step", "step-eager"):
             self._drop_whole()
 
     def _drop_whole(self) -> None:

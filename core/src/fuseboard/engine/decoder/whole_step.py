@@ -90,7 +90,7 @@ class WholeSteps:
         """A fixed cache that goes on from a growing one: one that is spare, with its graphs, or a new one.
 
         Args:
-            cache: With the prompt in it.
+            cache: With the prompt in it; it lets go of its memory.
             tokens: For how many tokens to have room.
         """
         capacity = capacity_for(tokens)
@@ -107,6 +107,7 @@ class WholeSteps:
             found = FixedCache(decoder, cache.batch, capacity)
         self._in_order()
         found.fill(decoder, cache)
+        cache.release()
         return found
 
     def give_back(self, cache: FixedCache) -> None:
