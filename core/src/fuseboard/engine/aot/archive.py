@@ -24,8 +24,8 @@ _DIGITS = 64
 _CHUNK = 1 << 20
 
 
-def seal(path: Path, data: dict[str, Any]) -> None:
-    """Write `data` into a package of torch's, and the digest behind it."""
+def seal(path: Path, data: dict[str, Any]) -> str:
+    """Write `data` into a package of torch's, and the digest behind it. Gives the file's SHA-256."""
     with zipfile.ZipFile(path, "a", zipfile.ZIP_STORED) as archive:
         format_name = next(name for name in archive.namelist() if name.endswith("archive_format"))
         root = format_name.removesuffix("archive_format")
@@ -37,10 +37,11 @@ def seal(path: Path, data: dict[str, Any]) -> None:
     with path.open("r+b") as file:
         file.seek(-_DIGITS, 2)
         file.write(digest.encode())
+    return _digests(path)[1]
 
 
-def checked(path: Path, sha256: str | None = None) -> dict[str, Any]:
-    """What `seal` wrote, from a file that is what it was then.
+def checked(path: Path, sha256: str | None = None) -> tuple[dict[str, Any], str]:
+    """What `seal` wrote, from a file that is what it was then; and the file's SHA-256.
 
     Raises:
         PackageError: It is not, or it is no such file.
@@ -65,7 +66,7 @@ def checked(path: Path, sha256: str | None = None) -> dict[str, Any]:
         raise PackageError(str(path), "schema", msg) from error
     if not isinstance(data, dict):
         raise PackageError(str(path), "schema", "its contract is no object: it was not made by aot.export.")
-    return data
+    return data, whole
 
 
 def _digests(path: Path) -> tuple[str, str, bytes]:
@@ -100,7 +101,7 @@ def _altered(path: Path, tail: bytes) -> PackageError:
             return PackageError(str(path), "altered", f"{msg} Nothing of it was loaded.")
         msg = f"it is no whole package: truncated, or another kind of file ({error}). Nothing of it was loaded."
         return PackageError(str(path), "unreadable", msg)
-    if not ours:
+    if not ours and not sealed:
         msg = "it has no contract: it was not made by aot.export, and calls of it could not be checked. Export it anew."
         return PackageError(str(path), "foreign", msg)
     where = f"in {broken}" if broken else "outside of its members' data"

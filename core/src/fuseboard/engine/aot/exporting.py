@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +51,14 @@ class Exported:
 
     Attributes:
         path: The file.
+        sha256: Of the file, for whoever loads it elsewhere.
         contract: What it takes.
         meta: The caller's own, as it will be read back.
         seconds: How long `export` (tracing) and `compile` (and packaging) took.
     """
 
     path: Path
+    sha256: str
     contract: Contract
     meta: Any
     seconds: Mapping[str, float]
@@ -115,26 +117,23 @@ def export(
         began = time.perf_counter()
         with attention_in_trace(model, args, kwargs, policy_for(policy)) as answers:
             program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
-        signature = program.graph_signature
-        _check_state(signature)
         _check_outputs(program)
+        written_into = _written(program)
         traced = time.perf_counter()
         folder = Path(tempfile.mkdtemp(prefix=f".{path.stem}-", dir=path.parent))
         try:
             written = folder / path.name
-            torch._inductor.aoti_compile_and_package(
-                program, package_path=str(written), inductor_configs=dict(inductor_configs or {})
-            )
-            contract = _contract(program, model, device, names, dynamic_shapes)
+            _compile(program, written, inductor_configs)
+            contract = _contract(program, model, device, names, dynamic_shapes, written_into)
             contract = attrs.evolve(contract, policy=policy_for(policy).name, attention=answers)
-            archive.seal(written, {"contract": contract.data(), "meta": meta})
+            digest = archive.seal(written, {"contract": contract.data(), "meta": meta})
             os.replace(written, path)  # noqa: PTH105 - Path.replace does the same
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         done = time.perf_counter()
     for note in contract.notes:
         log.warning("%s: %s", path.name, note)
-    return Exported(path, contract, meta, {"export": traced - began, "compile": done - traced})
+    return Exported(path, digest, contract, meta, {"export": traced - began, "compile": done - traced})
 
 
 def _arguments(model: Any, inputs: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -195,10 +194,29 @@ def _quiet() -> Iterator[None]:
         yield
 
 
+def _compile(program: Any, path: Path, configs: Mapping[str, Any] | None) -> None:
+    from torch._inductor.exc import CppCompileError  # noqa: PLC0415 - inductor, for those who export
+
+    try:
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=dict(configs or {}))
+    except CppCompileError as error:
+        sizes = [size for node in program.graph.nodes for size in getattr(node.meta.get("val"), "shape", ())]
+        if all(not isinstance(each, torch.SymInt) or each.node.expr.is_Symbol for each in sizes):
+            raise
+        msg = (
+            f"the C++ code that torch {torch.__version__} wrote does not compile. torch 2.6 fails so at sizes that are "
+            "computed, such as 16 * Dim(...): use a newer one, or Dim.AUTO in their place; the package checks "
+            "multiples all the same."
+        )
+        raise ExportError("sizes", msg) from error
+
+
 # ---- what came out
 
 
-def _check_state(signature: Any) -> None:
+def _written(program: Any) -> set[str]:
+    """The inputs that the model writes into. The graph as exported still has that inside; a functional one tells."""
+    signature = program.run_decompositions({}).graph_signature
     if signature.buffers_to_mutate:
         names = ", ".join(sorted(signature.buffers_to_mutate.values()))
         msg = (
@@ -206,6 +224,7 @@ def _check_state(signature: Any) -> None:
             "model.eval(), or make the state an input and an output."
         )
         raise ExportError("state", msg)
+    return set(signature.user_inputs_to_mutate.values())
 
 
 def _check_outputs(program: Any) -> None:
@@ -222,6 +241,7 @@ def _contract(
     device: torch.device,
     names: tuple[str, ...] | None,
     dynamic_shapes: Any,
+    written: Collection[str],
 ) -> Contract:
     nodes = {node.name: node for node in program.graph.nodes}
     signature = program.graph_signature
@@ -232,7 +252,6 @@ def _contract(
     positional, keywords = args_tree.num_children, tuple(kwargs_tree.context or ())
     flat = in_tree.num_leaves == positional + len(keywords)
     names = _names(model, names, [each.name for each in inputs], positional, keywords if flat else None)
-    written = set(signature.user_inputs_to_mutate.values())
     sizes = _Sizes(nodes[each.name].meta["val"] for each in inputs if each.name in nodes)
     taken: list[Input | Constant] = []
     for name, each in zip(names, inputs, strict=True):
@@ -248,7 +267,7 @@ def _contract(
         inputs=tuple(taken),
         outputs=tuple(_output(nodes[each.name].meta["val"], sizes) for each in outputs),
         symbols=sizes.symbols(),
-        guards=sizes.guards(),
+        guards=(*sizes.guards(), *_small(taken, device)),
         positional=positional,
         keywords=keywords,
         flat=flat,
@@ -261,7 +280,8 @@ def _contract(
         attention={},
     )
     _determined(made)
-    return attrs.evolve(made, notes=tuple(_notes(made, dynamic_shapes, positional, keywords)))
+    forward = _names(model, None, [each.name for each in inputs], positional, keywords if flat else None)
+    return attrs.evolve(made, notes=(*_notes(made, forward, dynamic_shapes), *_draws(model)))
 
 
 def _names(
@@ -388,6 +408,13 @@ def _output(value: Tensor, sizes: _Sizes) -> Output:
     )  # fmt: skip
 
 
+def _small(inputs: list[Input | Constant], device: torch.device) -> Iterator[str]:
+    """For a GPU inductor may index with 32 bits where the example allowed it."""
+    for each in inputs:
+        if device.type == "cuda" and isinstance(each, Input) and not all(size.fixed for size in each.sizes):
+            yield f"{'*'.join(f'({size.expression})' for size in each.sizes)} <= {2**31 - 1}"
+
+
 def _target(device: torch.device) -> Target:
     from torch._inductor.cpu_vec_isa import pick_vec_isa  # noqa: PLC0415 - inductor, for those who export
 
@@ -414,29 +441,29 @@ def _determined(made: Contract) -> None:
 # ---- what was asked for
 
 
-def _notes(made: Contract, dynamic_shapes: Any, positional: int, keywords: tuple[str, ...]) -> Iterator[str]:
-    """Where the package takes something else than `dynamic_shapes` said."""
+def _notes(made: Contract, names: tuple[str, ...], dynamic_shapes: Any) -> Iterator[str]:
+    """Where the package takes something else than `dynamic_shapes` said; `names` are forward's own."""
     if not made.flat or dynamic_shapes is None:
         return
-    if isinstance(dynamic_shapes, Mapping):
-        by_name = dynamic_shapes
-    else:
-        by_name = dict(zip((each.name for each in made.inputs), dynamic_shapes, strict=False))
-    for name, spec in by_name.items():
-        each = next((one for one in made.tensors() if one.name == name), None)
-        if each is None or not spec:
+    by_name = dynamic_shapes if isinstance(dynamic_shapes, Mapping) else dict(zip(names, dynamic_shapes, strict=False))
+    for name, each in zip(names, made.inputs, strict=True):
+        spec = by_name.get(name)
+        if not isinstance(each, Input) or not isinstance(spec, (Mapping, tuple, list)):
             continue
-        axes = spec.items() if isinstance(spec, Mapping) else enumerate(spec)
-        for axis, wish in axes:
-            size = each.sizes[axis]
-            asked = _asked(wish)
+        for axis, wish in spec.items() if isinstance(spec, Mapping) else enumerate(spec):
+            size, asked = each.sizes[axis], _asked(wish)
             if asked is not None and asked != (size.low, size.high):
                 low, high = asked
                 said = f"{low} or more" if high is None else f"{low} to {high}"
                 why = " (torch.export sets sizes 0 and 1 apart: export them by themselves)" if size.low > low else ""
-                yield f"size {axis} of {name} was to be {said}; the package takes {size}{why}."
+                yield f"size {axis} of {each.name} was to be {said}; the package takes {size}{why}."
             elif size.fixed and type(wish).__name__ == "_DimHint" and "STATIC" not in str(wish):
-                yield f"size {axis} of {name} was to be dynamic; the package takes {size} only."
+                yield f"size {axis} of {each.name} was to be dynamic; the package takes {size} only."
+
+
+def _draws(model: nn.Module) -> Iterator[str]:
+    if any(each.training and isinstance(each, nn.modules.dropout._DropoutNd) for each in model.modules()):
+        yield "the model's dropout is on, and so in the package: model.eval() turns it off."
 
 
 def _asked(wish: Any) -> tuple[int, int | None] | None:

@@ -49,7 +49,7 @@ def load(
         PackageError: The file is damaged or no package, or was made for another torch, CPU, GPU or kind of device.
     """
     path = Path(path)
-    data = archive.checked(path, sha256)
+    data, digest = archive.checked(path, sha256)
     try:
         contract = Contract.of(data["contract"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -57,26 +57,43 @@ def load(
         raise PackageError(str(path), "schema", msg) from error
     index = _place(str(path), contract, device)
     _fits(str(path), contract, index)
-    return Package(path, _at(contract, index), data.get("meta"), _loader(str(path), index), index, contiguous)
+    place = torch.device("cpu") if index is None else torch.device("cuda", index)
+    loader = _loader(str(path), index)
+    return Package(path, digest, _at(contract, index), data.get("meta"), loader, place, contiguous)
+
+
+def _again(path: str, device: str, contiguous: bool, sha256: str) -> Package:
+    return load(path, device=device, contiguous=contiguous, sha256=sha256)
 
 
 class Package:
     """A compiled model. `run(ids, mask)` is the model's own call, and detached.
 
+    Copied and pickled, it is its path, and is loaded anew from the same file.
+
     Attributes:
         path: The file.
+        sha256: Of the file.
         contract: What it takes.
         meta: What was given to `export` as `meta`, as JSON gives it back.
         device: Where it runs.
     """
 
     def __init__(
-        self, path: Path, contract: Contract, meta: Any, loader: Any, index: int | None, contiguous: bool
+        self,
+        path: Path,
+        sha256: str,
+        contract: Contract,
+        meta: Any,
+        loader: Any,
+        device: torch.device,
+        contiguous: bool,
     ) -> None:
         self.path = path
+        self.sha256 = sha256
         self.contract = contract
         self.meta = meta
-        self.device = torch.device(contract.target.device) if index is None else torch.device("cuda", index)
+        self.device = device
         self._loader = loader
         self._check = Check(contract, contiguous, path.name)
         try:
@@ -115,6 +132,9 @@ class Package:
             "policy": self.contract.policy,
             "attention": {site: dict(each) for site, each in self.contract.attention.items()},
         }
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again, (str(self.path), str(self.device), self._check.contiguous, self.sha256)
 
     def __repr__(self) -> str:
         names = ", ".join(each.name for each in self.contract.inputs)

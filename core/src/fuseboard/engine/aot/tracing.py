@@ -15,6 +15,7 @@ from typing import Any
 import attrs
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from fuseboard.call import Call, Sizes
 from fuseboard.chain import REFERENCE, Chain, Route, Table
@@ -33,7 +34,7 @@ def attention_in_trace(
 ) -> Iterator[dict[str, dict[str, str]]]:
     """Run the example under the policy, and bind what answered it. Gives who; empty for a model without `attention`."""
     try:
-        frozen = freeze(lambda: model(*args, **kwargs), policy, ())
+        frozen = freeze(lambda: _run(model, args, kwargs), policy, ())
     except NotFrozenError as error:
         if error.site:
             raise
@@ -52,6 +53,12 @@ def attention_in_trace(
         for site in sites().values():
             site.tables.pop(traced, None)
         frozen.close()
+
+
+def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    # Copies, since a model may write into its inputs.
+    arguments = pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
+    model(*arguments[0], **arguments[1])
 
 
 def _chains(frozen: Frozen, site: Site) -> Mapping[Call, Any]:
