@@ -7,6 +7,7 @@ import itertools
 import sys
 import threading
 from contextlib import contextmanager
+from typing import ClassVar
 
 import pytest
 import torch
@@ -60,6 +61,8 @@ class Graphs:
 class Shifted:
     """Attention plus a number, so that its results tell who answered."""
 
+    limits: ClassVar = {}
+
     def __init__(self, shift, fail=False):
         self.shift = shift
         self.fail = fail
@@ -70,15 +73,26 @@ class Shifted:
         return sdpa(q, k, v, attn_mask=mask, is_causal=causal, scale=scale) + self.shift
 
 
+class Structured(Shifted):
+    """Takes a structure alone."""
+
+    limits: ClassVar = {"masks": set(), "structures": (fb.StructureRule(keys={"right"}),)}
+
+    def __call__(self, q, k, v, *, mask, mask_info, causal, scale, dropout_p):
+        mask = mask_info.dense(q.shape[2], k.shape[2], q.device)
+        return super().__call__(q, k, v, mask=mask, mask_info=None, causal=causal, scale=scale, dropout_p=dropout_p)
+
+
 @contextmanager
 def registered(guards=(), **kernels):
     """A registry of these kernels, by rank in the order given."""
 
     def entry(rank, name, kernel):
-        limits = fb.Constraints(
-            devices={"cpu"}, dtypes={torch.float32}, causal=ALL_LENGTHS, masks={"bool", "additive"}, custom_scale=True,
-            backward=True, any_stride=True, guards=guards,
-        )  # fmt: skip
+        given = {
+            "devices": {"cpu"}, "dtypes": {torch.float32}, "causal": ALL_LENGTHS, "masks": {"bool", "additive"},
+            "custom_scale": True, "backward": True, "any_stride": True, "guards": guards,
+        }  # fmt: skip
+        limits = fb.Constraints(**given | kernel.limits)
         hooks = {
             "info": lambda: fb.BackendInfo("a fake"),
             "constraints": lambda: limits,
@@ -446,6 +460,62 @@ def test_mask_info_leaves_the_graph_and_is_answered(site):
     compiled = torch.compile(lambda q, k, v: attend(q, k, v, mask_info=info) * 2, backend="eager")
 
     torch.testing.assert_close(compiled(*qkv()), sdpa(*qkv(), is_causal=True) * 2)
+
+
+def padded(length=7):
+    return fb.mask_for(length, length, keys=torch.arange(length) < torch.tensor([[length], [length - 2]]))
+
+
+@traced
+def test_a_graph_has_the_dense_mask_of_a_call_whose_structure_cannot_be_traced_and_the_report_says_so(site):
+    mask, info = padded()
+    with registered(a=Structured(1.0), b=Shifted(2.0)):
+        frozen = freeze(site, "fast", lambda: fb.attention(*qkv(), site=site, mask=mask, mask_info=info))
+        answers = {kind: answer for kind, answer in frozen.report()[site.name].items() if "right-padded" in kind}
+        attend = frozen[site]
+        compiled = torch.compile(
+            lambda *x, mask, info: attend(*x, mask=mask, mask_info=info) * 2, backend="eager", fullgraph=True
+        )
+        got = [compiled(*qkv(), mask=given, info=info) for given in (mask, ~mask)]
+
+        assert [*answers.values()] == ["a (traced: dense mask, b)"]
+        assert torch.equal(attend(*qkv(), mask=mask, mask_info=info), sdpa(*qkv(), attn_mask=mask) + 1.0)
+    assert torch.equal(got[0], (sdpa(*qkv(), attn_mask=mask) + 2.0) * 2)
+    # The mask decides, and not what is said of it.
+    assert torch.equal(got[1].isnan(), (sdpa(*qkv(), attn_mask=~mask)).isnan())
+    assert not torch.equal(got[0], got[1])
+
+
+@traced
+def test_where_nobody_takes_the_dense_mask_the_graph_breaks_and_the_structure_is_answered(site):
+    mask, info = padded()
+    with registered(a=Structured(1.0)):
+        policy = fb.policy_for("a", strict=True)
+        frozen = freeze(site, policy, lambda: fb.attention(*qkv(), site=site, mask=mask, mask_info=info))
+        attend = frozen[site]
+
+        def step(q, k, v):
+            return attend(q, k, v, mask=mask, mask_info=info) * 2
+
+        assert [*frozen.report()[site.name].values()] == ["a"]
+        assert torch.equal(torch.compile(step, backend="eager")(*qkv()), (sdpa(*qkv(), attn_mask=mask) + 1.0) * 2)
+
+
+def test_a_site_that_the_example_makes_is_frozen():
+    made = {}
+
+    def engine(q, k, v):
+        if not made:
+            made["site"] = fb.Site(f"frozen.{next(_numbers)}")
+        return fb.attention(q, k, v, site=made["site"])
+
+    with registered(a=Shifted(1.0)):
+        frozen = freeze(engine, "fast", tuple(qkv()))
+        assert torch.equal(frozen[made["site"]](*qkv()), sdpa(*qkv()) + 1.0)
+        with frozen, pytest.raises(NotFrozenError, match="one query"):
+            engine(*qkv(1))
+        frozen.close()
+        assert not made["site"].tables
 
 
 @traced

@@ -46,6 +46,12 @@ class Binding:
 
 BOUND: contextvars.ContextVar[Binding | None] = contextvars.ContextVar("fuseboard.bound", default=None)
 
+# What graphs that this thread traces call in place of `attention`, as the attribute of that name, and `frozen_for`:
+# whether it is now being decided what that is. Both may be missing. A graph reads and guards a thread's attribute, and
+# cannot read a context variable. A plain `local`, with no default: dynamo of torch 2.6 takes the default of a subclass
+# for the value, without a guard.
+in_graphs = threading.local()
+
 # For threads that have no context of their own: autograd runs backward, and gradient checkpointing re-runs forward,
 # there.
 process: Binding | None = None

@@ -16,17 +16,20 @@ function, and the dense mask is made by transformers' own sdpa mask function. Th
 beside it, so that backends may use it.
 
 Needs transformers 4.57 or newer. Under `torch.compile` the graph breaks at every mask and attention call, because a
-compiled graph cannot read what is bound. Train, and checkpoint, under `fuseboard.bind_process`: backward and the second
-forward run on threads that see no other binding.
+compiled graph cannot read what is bound; not so under `fuseboard.engine.freeze`'s `with frozen.tracing():`, where mask
+and attention are traced. A structure does not pass through a graph: there backends have the dense mask. Train, and
+checkpoint, under `fuseboard.bind_process`: backward and the second forward run on threads that see no other binding.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import re
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable
 from types import CodeType
@@ -62,6 +65,8 @@ except ImportError as error:
 __all__ = ["register"]
 
 SDPA: Final = "sdpa"
+
+_tracing = torch.compiler.is_dynamo_compiling
 
 # Typed loosely: they are duck-typed where it matters, and transformers' annotations differ between its versions.
 _sdpa: Any = sdpa_attention_forward
@@ -113,7 +118,6 @@ def register(name: str = "fuseboard") -> None:
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # selection reads context variables, which no graph can
 def attend(
     module: torch.nn.Module,
     query: Tensor,
@@ -144,6 +148,37 @@ def attend(
     Raises:
         InputError: An argument would have to be dropped, or the model treats this implementation unlike sdpa.
     """
+    if _tracing():
+        traced: Any = getattr(context.in_graphs, "attention", None)
+        known = None if traced is None else _traceable(module, query, key, value, attention_mask, rest)
+        if known is not None:
+            if is_causal is None or not known.obeys_is_causal:
+                flag = known.causal if is_causal is None else bool(is_causal)
+                is_causal = flag and attention_mask is None and _decided(query.shape[2] > 1)
+            gqa = getattr(module, "num_key_value_groups", None) is not None
+            out = traced(
+                query, key, value, site=known.site, mask=attention_mask, causal=is_causal, scale=scaling,
+                enable_gqa=gqa, dropout_p=dropout,
+            )  # fmt: skip
+            return out.transpose(1, 2).contiguous(), None
+    answer: tuple[Tensor, None] = _attend(
+        module, query, key, value, attention_mask, dropout, scaling, is_causal, **rest
+    )
+    return answer
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # selection reads context variables, which no graph can
+def _attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    is_causal: bool | None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
     flag = bool(getattr(module, "is_causal", True))
     known = _layers.get(module)
     if known is None or known.causal is not flag:
@@ -161,6 +196,8 @@ def attend(
     if is_causal is None or not _obeys_is_causal():
         flag = flag if is_causal is None else bool(is_causal)
         is_causal = flag and attention_mask is None and query.shape[2] > 1
+    if attention_mask is None and getattr(context.in_graphs, "frozen_for", False):
+        _as_traced(query, key, value, site, causal=is_causal, scale=scaling, gqa=groups is not None, dropout=dropout)
     out = attention(
         query,
         key,
@@ -174,6 +211,65 @@ def attend(
         mask_info=_info_of(attention_mask, query, key),
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _traceable(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rest: dict[str, Any]
+) -> _Known | None:
+    """What is known of a layer whose call can be traced; None leaves it to `_attend`, outside of the graph.
+
+    Read by dynamo: sizes are compared by branches, and nothing is looked up but attributes by name, which it guards.
+    """
+    known: _Known | None = getattr(_for_graphs, _kind(module, causal=bool(getattr(module, "is_causal", True))), None)
+    if known is None or (known.unlike is not None and not _is_called_sdpa(getattr(module, "config", None))):
+        return None
+    for argument, given in rest.items():
+        if given is None or given is False:
+            continue
+        if argument == "position_bias" or argument in REFUSED or argument in PAGED:
+            return None
+    groups = getattr(module, "num_key_value_groups", None) or 1
+    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:  # noqa: PLR2004
+        return None
+    for have, want in (
+        (key.shape[0], value.shape[0]), (key.shape[1], value.shape[1]), (key.shape[2], value.shape[2]),
+        (query.shape[0], key.shape[0]), (query.shape[1], key.shape[1] * groups),
+    ):  # fmt: skip
+        if have != want:
+            return None
+    if mask is not None and mask.shape[-1] != 1 and mask.shape[-1] != key.shape[2]:
+        return None
+    return known
+
+
+def _as_traced(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    site: Site,
+    *,
+    causal: bool,
+    scale: float | None,
+    gqa: bool,
+    dropout: float,
+) -> None:
+    """Make a call without a mask as a graph may have it, so that it is frozen too: there transformers reads no padding.
+
+    What it finds to hide nothing here, or no more than causality does, is a dense mask there.
+    """
+    shape = (query.shape[0], 1, query.shape[2], key.shape[2])
+    mask = torch.ones(shape, dtype=torch.bool, device=query.device)
+    with contextlib.suppress(Exception):  # a strict policy may have nobody for it: then it is not frozen
+        attention(
+            query, key, value, site=site, mask=mask.tril() if causal else mask, scale=scale, enable_gqa=gqa,
+            dropout_p=dropout,
+        )  # fmt: skip
+
+
+def _decided(condition: object) -> bool:
+    if condition:  # noqa: SIM103 - a branch on a symbolic size is a guard; a symbolic truth value is no bool
+        return True
+    return False
 
 
 class _Layer(NamedTuple):
@@ -263,18 +359,46 @@ class _Known(NamedTuple):
         causal: Its flag, at that time.
         site: Where its calls go.
         unlike: Why it would not give sdpa's result under another name, or None.
+        obeys_is_causal: Whether sdpa takes `is_causal` as it is.
     """
 
     causal: bool
     site: Site
     unlike: str | None
+    obeys_is_causal: bool
 
 
 _layers: weakref.WeakKeyDictionary[torch.nn.Module, _Known] = weakref.WeakKeyDictionary()
 
+# The same where dynamo can read and guard it, and where nothing else of it changes: by `_kind`, as attributes. And for
+# mask functions, by `_models`: whether all seen treat this implementation like sdpa.
+_for_graphs = types.SimpleNamespace()
+
+
+def _kind(module: torch.nn.Module, *, causal: bool) -> str:
+    return _identifier(f"{type(module).__module__}.{_site_name(module, causal=causal)}")
+
+
+def _identifier(dotted: str) -> str:
+    """A name that a guard can be written with; what cannot be one is looked up in vain, and so not traced."""
+    name = dotted.replace(".", "__")
+    return name if name.isidentifier() else "unnamed"
+
+
+def _models(config: Any) -> str:
+    # By a word in it: dynamo of torch 2.6 does not know a configuration's class.
+    return _identifier(f"models_{getattr(config, 'model_type', None)}".replace("-", "_"))
+
+
+def _tell_graphs(name: str, value: object) -> None:
+    if name != "unnamed":
+        setattr(_for_graphs, name, value)
+
 
 def _look_at(module: torch.nn.Module, *, causal: bool) -> _Known:
-    return _Known(causal, _site(module, causal=causal), _unlike_sdpa(type(module).__module__))
+    known = _Known(causal, _site(module, causal=causal), _unlike_sdpa(type(module).__module__), _obeys_is_causal())
+    _tell_graphs(_kind(module, causal=causal), known)
+    return known
 
 
 def _is_called_sdpa(config: object) -> bool:
@@ -329,26 +453,35 @@ def _unlike_error(who: str, why: str) -> InputError:
     return InputError("attn_implementation", f"{who}: its code {why}.")
 
 
-def _site(module: torch.nn.Module, *, causal: bool) -> Site:
-    """The site of a layer: its class, and which of the kinds that one class serves."""
-    config = getattr(module, "config", None)
+def _site_name(module: torch.nn.Module, *, causal: bool) -> str:
+    """What the site of a layer is called: its class, and which of the kinds that one class serves."""
     kind = getattr(module, "layer_type", None) or getattr(module, "attention_type", None)
     window = getattr(module, "sliding_window", None)
     sliding = kind == "sliding_attention" if isinstance(kind, str) else isinstance(window, int) and window > 0
     name = type(module).__name__
-    # A layer of a decoder that is not causal itself looks at something else than its own past.
-    crossing = "Cross" in name or bool(getattr(module, "is_decoder", getattr(config, "is_decoder", False)))
+    crossing = _crosses(module)
     parts = [f"transformers.{name}"]
     parts += ["causal"] if causal else ["cross"] if crossing else []
     parts += ["sliding"] if sliding else ["chunked"] if kind == "chunked_attention" else []
-    full = ".".join(parts)
+    return ".".join(parts)
+
+
+def _crosses(module: torch.nn.Module) -> bool:
+    """Whether a layer that is not causal looks at something else than its own text, as in a decoder."""
+    of_decoder = getattr(module, "is_decoder", getattr(getattr(module, "config", None), "is_decoder", False))
+    return "Cross" in type(module).__name__ or bool(of_decoder)
+
+
+def _site(module: torch.nn.Module, *, causal: bool) -> Site:
+    """The site of a layer."""
+    full = _site_name(module, causal=causal)
     site = _sites.get(full)
     if site is None:
         with _sites_lock:
             site = _sites.get(full)
             if site is None:
                 # Errors add up over the steps of a decoder; an encoder runs once.
-                site = Site(full, reference=_reference, approx_ok=not causal and not crossing)
+                site = Site(full, reference=_reference, approx_ok=not causal and not _crosses(module))
                 _sites[full] = site
     return site
 
@@ -374,7 +507,6 @@ class _Carried(NamedTuple):
 _carried: Any = WeakTensorKeyDictionary()
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def dense_mask(*arguments: Any, **given: Any) -> Tensor | None:
     """The mask function that transformers' models call: transformers' own sdpa mask, with its structure kept beside it.
 
@@ -384,9 +516,22 @@ def dense_mask(*arguments: Any, **given: Any) -> Tensor | None:
     Raises:
         InputError: The model treats this implementation unlike sdpa.
     """
+    mask: Tensor | None
+    if _tracing() and getattr(context.in_graphs, "attention", None) is not None:
+        config = given.get("config")
+        if config is None or _is_called_sdpa(config) or getattr(_for_graphs, _models(config), False):
+            mask = _sdpa_mask(*arguments, **given)
+            return mask
+    mask = _dense_mask(*arguments, **given)
+    return mask
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _dense_mask(*arguments: Any, **given: Any) -> Tensor | None:
     config = given.get("config")
     if config is not None and not _is_called_sdpa(config):
         unlike = _unlike_sdpa(type(config).__module__.replace("configuration_", "modeling_"))
+        _tell_graphs(_models(config), unlike is None and getattr(_for_graphs, _models(config), True))
         if unlike is not None:
             raise _unlike_error(type(config).__name__, unlike)
     if context.bound() is None or arguments:

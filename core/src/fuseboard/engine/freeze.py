@@ -16,14 +16,15 @@ before it would cost every attention call of everybody. So there are three ways 
 
 In a graph the decision is made where it is traced, by the kind of call, lengths among it as far as the kind depends on
 them (one query, equal lengths), and value guards become guards of the graph. Not asked there: a kernel's own check, and
-whether it broke since. Not counted: a `Run` is told nothing. A call with `mask_info` breaks the graph.
+whether it broke since. Not counted: a `Run` is told nothing. A structure does not pass through dynamo: of a call with
+`mask_info` the same call with its dense mask alone is traced. It is made beside the example's, and the report says who
+answers it. A call with `mask_info` and no mask breaks the graph.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,7 @@ from torch import Tensor
 
 from fuseboard import context, dispatch
 from fuseboard.backend import Kernel
-from fuseboard.call import LONG, Call, Sizes, lowered
+from fuseboard.call import LONG, Call, Sizes, describe, lowered
 from fuseboard.chain import REFERENCE, Chain, Route, Table
 from fuseboard.constraints import Refusal
 from fuseboard.context import Binding, bind
@@ -97,8 +98,13 @@ def freeze(
     named, run = _example_of(what, example)
     frozen = Frozen(policy_for(policy))
     record = Run()
-    with frozen.bind(record):
-        run()
+    before = getattr(_here, "frozen_for", False)
+    _here.frozen_for = True
+    try:
+        with frozen.bind(record):
+            run()
+    finally:
+        _here.frozen_for = before
     frozen._seal(named, record)
     return frozen
 
@@ -128,7 +134,7 @@ def _example_of(what: Any, example: Any) -> tuple[list[Site], Callable[[], Any]]
 class Frozen:
     """What `freeze` kept. A context manager that binds it, and plain calls for graphs.
 
-    Holds for sites that were there when it was made. Drop it, or `close()` it, and nothing of it remains.
+    Holds for the sites that the example called. Drop it, or `close()` it, and nothing of it remains.
 
     Attributes:
         name: The policy under which the example ran, as text.
@@ -202,8 +208,7 @@ class Frozen:
 
 # ---- what dynamo traces in place of `fuseboard.attention`
 
-# A plain one, with no default: dynamo of torch 2.6 takes the default of a subclass for the value, without a guard.
-_here = threading.local()
+_here = context.in_graphs
 
 
 @functools.cache
@@ -240,18 +245,37 @@ def _attention_in_graphs(
 
 
 class _FrozenPolicy(Policy):
-    """A policy of its own for each freezing, so that no other's selection is seen or touched."""
+    """A policy of its own for each freezing, so that no other's selection is seen or touched.
 
-    __slots__ = ("sealed",)
+    Attributes:
+        sealed: Nothing is chosen any more.
+        held: Sites at which a frozen table lies.
+    """
+
+    __slots__ = ("_making", "held", "sealed")
 
     def __init__(self, policy: Policy) -> None:
         super().__init__(policy.name, strict=policy.strict, registry=policy.registry, patterns=policy.patterns)
         self.sealed = False
+        self.held: list[weakref.ref[Site]] = []
+        self._making: set[str] = set()
 
     def for_site(self, name: str) -> Policy:
+        """Asked by a table that is made for a site: by one that the example made, too, which a frozen one replaces."""
         if self.sealed:
             raise _unknown_site(self, name)
+        site = sites().get(name)
+        if site is not None and self not in site.tables and name not in self._making:
+            self.hold(site)
         return super().for_site(name)
+
+    def hold(self, site: Site) -> None:
+        self._making.add(site.name)
+        try:
+            site.tables.setdefault(self, _FrozenTable(self, site))
+            self.held.append(weakref.ref(site))
+        finally:
+            self._making.discard(site.name)
 
 
 def _unknown_site(policy: Policy, name: str) -> NotFrozenError:
@@ -271,13 +295,9 @@ class _Held:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = _FrozenPolicy(policy)
-        self._sites = [weakref.ref(site) for site in sites().values()]
-        for site in self._there():
-            site.tables[self.policy] = _FrozenTable(self.policy, site)
-        self.release = weakref.finalize(self, _release, self.policy, self._sites)
-
-    def _there(self) -> list[Site]:
-        return [site for site in (each() for each in self._sites) if site is not None]
+        for site in sites().values():
+            self.policy.hold(site)
+        self.release = weakref.finalize(self, _release, self.policy, self.policy.held)
 
     def seal(self, taken: set[int]) -> dict[str, FrozenSite]:
         """Choose no more. Gives the calls of the sites that the example called; `taken` are ids of routes it took."""
@@ -289,8 +309,6 @@ class _Held:
                 table.seal()
                 if table.chains or id(table.reference) in taken:
                     calls[site.name] = FrozenSite(self, site, table)
-            elif table is not None:  # made by the example, and so without a record
-                del site.tables[self.policy]
         return calls
 
 
@@ -304,10 +322,11 @@ def _release(policy: Policy, held: list[weakref.ref[Site]]) -> None:
 class _FrozenTable(Table):
     """A table whose chains are those that the example made."""
 
-    __slots__ = ("sealed",)
+    __slots__ = ("binding", "sealed")
 
     def __init__(self, policy: Policy, site: Site) -> None:
         super().__init__(policy, site)
+        self.binding = Binding(policy, None)
         self.sealed = False
 
     def seal(self) -> None:
@@ -325,7 +344,7 @@ class _FrozenTable(Table):
         if chain is not None:
             return chain
         if not self.sealed:
-            return self.chains.setdefault(call, _FrozenChain(self.policy, self.site, call))
+            return self.chains.setdefault(call, _FrozenChain(self, call))
         frozen = self.frozen()
         body = "".join(f"\n    {kind}: {name}" for kind, name in frozen.items()) or " nothing"
         msg = (
@@ -338,7 +357,12 @@ class _FrozenTable(Table):
         """Kinds of call, as text, and who answers them."""
         if self.reference is not None:
             return {"every call": REFERENCE}
-        return {str(call): _kept(chain).backend_name for call, chain in self.chains.items()}
+        return {str(call): self._answer(chain) for call, chain in self.chains.items()}
+
+    def _answer(self, chain: Chain) -> str:
+        assert isinstance(chain, _FrozenChain)
+        name, dense = _kept(chain).backend_name, self.chains.get(chain.dense) if chain.dense is not None else None
+        return name if dense is None else f"{name} (traced: dense mask, {_kept(dense).backend_name})"
 
 
 def _kept(chain: Chain) -> Route:
@@ -348,11 +372,18 @@ def _kept(chain: Chain) -> Route:
 
 
 class _FrozenChain(Chain):
-    """A chain that, once sealed, has one link: the one that answered last."""
+    """A chain that, once sealed, has one link: the one that answered last.
 
-    def __init__(self, policy: Policy, site: Site, call: Call) -> None:
-        super().__init__(policy, site, call)
+    Attributes:
+        kept: Who that was.
+        dense: The same call with its dense mask alone, which is what a graph has of it; None where there is none.
+    """
+
+    def __init__(self, table: _FrozenTable, call: Call) -> None:
+        super().__init__(table.policy, table.site, call)
+        self._binding = table.binding
         self.kept: Route | None = None
+        self.dense: Call | None = None
         self.sealed = False
 
     def route(
@@ -367,6 +398,10 @@ class _FrozenChain(Chain):
     ) -> Route:
         if not self.sealed:
             self.kept = super().route(sizes, q, k, v, declined=declined, **arguments)
+            if self.dense is None and arguments["mask"] is not None and arguments["mask_info"] is not None:
+                self._make_dense(
+                    q, k, v, arguments["mask"], *(arguments[key] for key in ("causal", "scale", "dropout_p"))
+                )
             return self.kept
         kept = _kept(self)
         link = kept.link
@@ -388,6 +423,19 @@ class _FrozenChain(Chain):
         raise NotFrozenError(
             self.policy.name, self.site.name, msg, call=str(self.call), frozen={str(self.call): name}, refusals=refusals
         )
+
+    def _make_dense(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, causal: bool, scale: float | None, dropout_p: float
+    ) -> None:
+        """Make the call that a graph will have in place of this one, so that it is known who answers that."""
+        gqa = q.shape[1] != k.shape[1]
+        call, _ = describe(
+            q, k, v, mask=mask, causal=causal, scale=scale, enable_gqa=gqa, dropout_p=dropout_p, mask_info=None
+        )
+        # A strict policy may have nobody for it, or memory not suffice: then it is not frozen, and breaks the graph.
+        with contextlib.suppress(Exception):
+            dispatch._bound(self._binding, q, k, v, self.site, mask, causal, scale, gqa, dropout_p, None)
+            self.dense = call
 
 
 # ---- plain calls
@@ -495,7 +543,7 @@ class FrozenSite:
         """
         if not torch.compiler.is_dynamo_compiling():
             return self._eager(q, k, v, mask, causal, scale, enable_gqa, dropout_p, mask_info)
-        if mask_info is None:
+        if mask_info is None or mask is not None:  # a dense mask says what its structure does
             if self._reference_only:
                 return self.site.compute(q, k, v, mask, causal, scale, enable_gqa, dropout_p, None)
             if q.device.type in self._autocasts and torch.is_autocast_enabled(q.device.type):
