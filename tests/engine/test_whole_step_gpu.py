@@ -321,6 +321,39 @@ def test_the_next_request_of_a_shape_has_the_graph_of_the_last() -> None:
     assert decoder.report()["graphs"]["captured"] == 1
 
 
+def test_samplers_in_turn_have_each_a_graph_of_its_own_and_the_oldest_goes() -> None:
+    decoder, plain = made(), made()
+    decoder.graphs, plain.graphs = "step", "step-eager"
+    ids, mask = prompts()
+    for turn in range(2):
+        for top_k in (2, 3, 5, 8, 13, 21, 2):
+            found = []
+            for each in (decoder, plain):
+                sampler, generator = Sampler(top_k=top_k), torch.Generator("cuda").manual_seed(turn)
+                found.append(
+                    each.generate(ids, attention_mask=mask, max_new_tokens=6, sampler=sampler, generator=generator)
+                )
+            assert torch.equal(*found), (turn, top_k)
+    (cache,) = decoder._whole[decoder.device, True]._spare
+    assert len(decoder._whole[decoder.device, True]._captured[cache]) == 4
+
+
+@torch.no_grad()
+def test_a_state_that_the_graph_was_not_captured_with_is_followed() -> None:
+    decoder, sampler = made(), Sampler(do_sample=False, repetition_penalty=1.5)
+    steps = WholeSteps(decoder, Graphs("cuda"))
+    (cache, first), (other, _) = begun(decoder), begun(decoder)
+    for _ in range(2):  # the second time over the same cache, with another state
+        states = [sampler.start(first, VOCABULARY) for _ in range(2)]
+        ids = mine = first
+        for _ in range(5):
+            ids = sampler(decoder.step(ids, other), states[0])
+            mine = steps.draw(mine, cache, sampler, states[1])
+            assert torch.equal(mine, ids)
+        assert torch.equal(*(each.seen_and_beyond for each in states))
+    assert steps.report()["captured"] == 2
+
+
 def test_two_requests_on_two_threads_get_each_its_own_ids() -> None:
     decoder, plain = made(), made()
     decoder.graphs, plain.graphs = "step", "step-eager"

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 __all__ = ["WholeSteps"]
 
 _SPARE = 4
+"""How many caches of requests that are over are kept."""
+_EACH = 4
+"""How many graphs a cache has at most, for as many policies and samplers."""
 _TRIALS = 3
 _Key: TypeAlias = tuple[Any, Sampler | None, bool]
 
@@ -45,14 +48,14 @@ class _Captured:
         graph: Gives logits, or with a sampler the ids.
         lies: Where the weights lay.
         routes: What answered the attention calls, and how often in a step.
-        state: The sampler's, whose tensors the graph changes.
+        finished: A tensor of the sampler's state, which the graph changes; None without a sampler.
     """
 
     ids: Tensor
     graph: Graph[Tensor]
     lies: Signature
     routes: list[tuple[Counted, int]]
-    state: State | None
+    finished: Tensor | None
 
 
 class WholeSteps:
@@ -135,10 +138,13 @@ class WholeSteps:
     def start(self, cache: FixedCache, sampler: Sampler, state: State) -> State:
         """A state for `draw`, which goes on from this one: a graph changes the tensors that it was captured with."""
         with self._lock:
-            held = self._states.setdefault(cache, {}).get(sampler)
+            states = self._states.setdefault(cache, {})
+            held = states.get(sampler)
             if held is None:
+                while len(states) >= _EACH:
+                    del states[next(iter(states))]
                 with torch.inference_mode(mode=False), torch.no_grad():
-                    self._states[cache][sampler] = held = _copied(state)
+                    states[sampler] = held = _copied(state)
         self._in_order()
         with torch.no_grad():
             for mine, theirs in zip(held.tensors, state.tensors, strict=True):
@@ -196,10 +202,15 @@ class WholeSteps:
             self._forget(cache)
             held = self._captured.setdefault(cache, {})
             found = None
+        if found is not None and state is not None and found.finished is not state.finished:
+            graphs.drop([held.pop(key).graph])  # it changes the tensors of another state
+            found = None
         if found is None:
             found = self._capture(ids, cache, sampler, state, graphs)
             if found is None:
                 return self._eager(ids, cache, sampler, state)
+            while len(held) >= _EACH:
+                graphs.drop([held.pop(next(iter(held))).graph])
             held[key] = found
         found.ids.copy_(ids)
         drawing = contextlib.nullcontext() if generator is None else graphs.drawing(generator)
@@ -247,7 +258,7 @@ class WholeSteps:
         for route, count in routes:
             used[route.backend_name] = used.get(route.backend_name, 0) + count
         self._used = used or {"reference": len(decoder.config.layer_types)}
-        return _Captured(mine, graph, signature(decoder), routes, state)
+        return _Captured(mine, graph, signature(decoder), routes, None if state is None else state.finished)
 
     def _is_slower(self, fn: Callable[[], Tensor], graph: Graph[Tensor], changed: list[Tensor], graphs: Graphs) -> bool:
         """Whether streaming by the graph takes longer than without. Waits for the device; once a capture."""
