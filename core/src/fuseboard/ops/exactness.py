@@ -137,10 +137,11 @@ ENGINE: tuple[tuple[str, Row], ...] = (
         ),
     ),
     (
-        "fuseboard.engine.aot",
+        "fuseboard.engine.aot:load",
         Row(
-            "AOTInductor packages", ROUNDING, "as torch.compile, ahead of time", on=False, ask="`aot.load(path)`",
-            reported="whoever loads the package",
+            "AOTInductor packages", ROUNDING, "as torch.compile, ahead of time; attention by what the example was "
+            "answered by", on=False, ask="`aot.export`, `aot.load`",
+            reported="`Package.report()`: `path`, `policy`, `attention`",
         ),
     ),
     (
