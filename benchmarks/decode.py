@@ -168,9 +168,9 @@ def variants(options: argparse.Namespace, device: torch.device, batch: int) -> I
             yield ours(f"layer graphs {title}", decoder, True, policy)
             yield ours(f"whole step {title}", whole, "step", policy, equal_to=f"layer graphs {title}")
             yield ours(f"step-eager {title}", whole, "step-eager", policy, equal_to=f"whole step {title}")
-        for glue in (False, True):
-            fused = decoder_of(shape, state).fuse(glue=glue)
-            added = f"{title}+fused+glue" if glue else f"{title}+fused"
+        for more in ((), ("glue",), ("glue", "products")):
+            fused = decoder_of(shape, state).fuse(**dict.fromkeys(more, True))
+            added = "+".join((title, "fused", *more))
             yield ours(f"whole step {added}", fused, "step", policy, equal_to=f"whole step {title}")
             yield ours(f"step-eager {added}", fused, "step-eager", policy, equal_to=f"whole step {added}")
 

@@ -276,10 +276,11 @@ import torch
 from tests_whole_step import LENGTH, SHAPES, made, prompts
 from fuseboard.engine.decoder.glue import Glue
 
-for dtype in (torch.float32, torch.float16):
+for dtype, products in ((torch.float32, True), (torch.float16, False), (torch.float16, True)):
     for name in ("qwen2", "sliding after the first"):
-        plain, glued = made(dtype, **SHAPES[name]).fuse(), made(dtype, **SHAPES[name]).fuse(glue=True)
-        assert isinstance(glued.glue, Glue), glued.glue
+        plain = made(dtype, **SHAPES[name]).fuse()
+        glued = made(dtype, **SHAPES[name]).fuse(glue=True, products=products)
+        assert isinstance(glued.glue, Glue) and glued.glue.products is products, glued.glue
         ids, mask = prompts((0, 3))
         with torch.no_grad():
             cache = plain.cache(2, attention_mask=mask)

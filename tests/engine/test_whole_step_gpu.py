@@ -109,7 +109,7 @@ def near(mine: Tensor, theirs: Tensor) -> None:
     ("kind", "given"), [("qwen3", {}), ("qwen2", {}), ("qwen3", {"tie_word_embeddings": True}), ("qwen3", SLIDING)]
 )
 @pytest.mark.parametrize("padded", [True, False])
-@pytest.mark.parametrize("form", ["plain", "fused", "glue"])
+@pytest.mark.parametrize("form", ["plain", "fused", "glue", "products"])
 def test_steps_by_one_graph_are_the_eager_steps_in_bits(
     kind: str, given: dict[str, Any], padded: bool, form: str, policy: str
 ) -> None:
@@ -117,9 +117,10 @@ def test_steps_by_one_graph_are_the_eager_steps_in_bits(
         pytest.skip("flash cannot run here")
     decoder = made(kind, **given)
     if form != "plain":
-        decoder.fuse(glue=form == "glue")
-    if form == "glue":
+        decoder.fuse(glue=form == "glue", products=form == "products")
+    if form in ("glue", "products"):
         assert isinstance(decoder.glue, Glue), decoder.glue
+        assert decoder.glue.products is (form == "products")
     steps = WholeSteps(decoder, Graphs("cuda"))
     with fb.bind(policy):
         eager = run(decoder, None, padded=padded)
@@ -152,6 +153,9 @@ def test_glue_gives_the_plain_form_s_numbers_but_for_rounding() -> None:
         plain, glued = made(kind).fuse(), made(kind).fuse(glue=True)
         near(run(glued, None, count=1), run(plain, None, count=1))
         assert glued.report()["glue"] == "Triton"
+        glued.fuse(products=True)
+        near(run(glued, None, count=1), run(plain, None, count=1))
+        assert glued.report()["glue"] == "Triton, products too"
 
 
 def test_a_cache_that_is_full_doubles_and_is_captured_anew() -> None:
@@ -432,8 +436,8 @@ def test_a_step_waits_for_nothing() -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_decoder_on_a_device_that_is_not_the_current_one() -> None:
-    for glue in (False, True):
-        decoder = made().to("cuda:1").fuse(glue=glue)
+    for given in ({}, {"glue": True}, {"products": True}):
+        decoder = made().to("cuda:1").fuse(**given)
         ids = prompts()[0].to("cuda:1")
         decoder.graphs = "step-eager"
         want = decoder.generate(ids, max_new_tokens=8)

@@ -115,8 +115,8 @@ ENGINE: tuple[tuple[str, Row], ...] = (
     (
         "fuseboard.engine.decoder:QwenDecoder.glue",
         Row(
-            "fused glue", ROUNDING, "norms, rotation and gate of a whole step as Triton kernels, which add a norm's "
-            "squares in another order", on=False, ask="`decoder.fuse(glue=True)`",
+            "fused glue", ROUNDING, "norms, rotation and gate of a whole step as Triton kernels, matrix products if "
+            "asked for too: their sums are in another order", on=False, ask="`decoder.fuse(glue=True, products=True)`",
             reported="`QwenDecoder.report()`: `glue`",
         ),
     ),

@@ -246,7 +246,12 @@ def step(decoder: QwenDecoder, ids: Tensor, cache: FixedCache) -> Tensor:
     glue = decoder.glue
     where = torch.cuda.device(decoder.device) if decoder.device.type == "cuda" else contextlib.nullcontext()
     with where, decoder.one_pass():
-        logits = _glued(decoder, ids, cache, glue) if isinstance(glue, Glue) else _plain(decoder, ids, cache)
+        if not isinstance(glue, Glue):
+            logits = _plain(decoder, ids, cache)
+        elif glue.multiplies(cache.batch):
+            logits = _multiplied(decoder, ids, cache, glue)
+        else:
+            logits = _glued(decoder, ids, cache, glue)
         cache.positions.add_(1)
     return logits
 
@@ -279,3 +284,19 @@ def _glued(decoder: QwenDecoder, ids: Tensor, cache: FixedCache, glue: Glue) -> 
         delta = layer.mlp.down_proj(glue.silu_mul(layer.mlp.gate_up_proj(x)))
     x = glue.add_norm(hidden, delta, decoder.model.norm)[1]
     return decoder.lm_head(x).view(batch, 1, -1)  # type: ignore[no-any-return]
+
+
+def _multiplied(decoder: QwenDecoder, ids: Tensor, cache: FixedCache, glue: Glue) -> Tensor:
+    batch = cache.batch
+    hidden = decoder.model.embed_tokens(ids).view(batch, -1)
+    turn = Turn(cache.positions, cache.cos, cache.sin)
+    given = {kind: part.given(cache.positions) for kind, part in cache.parts.items()}
+    for index, layer in decoder.visited():
+        part, place, own = layer.self_attn, cache.parts[layer.kind], cache.index[index]
+        qkv = glue.product(hidden, part.qkv_proj, norm=layer.input_layernorm)
+        q = glue.put_heads(qkv, part, place, own, turn)
+        attended = layer.attend(q, place.keys[own], place.values[own], given[layer.kind])
+        hidden = glue.product(attended.view(batch, -1), part.o_proj, add=hidden)
+        inner = glue.product(hidden, layer.mlp.gate_up_proj, norm=layer.post_attention_layernorm, gated=True)
+        hidden = glue.product(inner, layer.mlp.down_proj, add=hidden)
+    return glue.product(hidden, decoder.lm_head, norm=decoder.model.norm).view(batch, 1, -1)

@@ -10,13 +10,12 @@ import contextlib
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor
+from torch import Tensor, nn
 
 from fuseboard.engine.decoder.norms import RMSNorm, upcast_norm
 from fuseboard.engine.decoder.rope import rotate
@@ -31,13 +30,54 @@ if TYPE_CHECKING:
 __all__ = ["Glue", "glue_for"]
 
 _BLOCK = 1024
+_ROWS = 8
+_TILE = 16384
+"""How many weights a program of `product` holds in registers."""
+_COLUMNS = 16
+_TRIED = 3
 
 
 @attrs.frozen
 class Glue:
-    """The kernels. From `glue_for`."""
+    """The kernels. From `glue_for`.
+
+    Attributes:
+        products: Whether matrix products of a few rows are made by them too, with norm, gate and residual inside.
+    """
 
     _kernels: Any
+    products: bool = False
+
+    def multiplies(self, rows: int) -> bool:
+        """Whether it makes the matrix products of so many rows: of more, each weight would be used too often."""
+        return self.products and rows <= _ROWS
+
+    def product(
+        self, x: Tensor, linear: nn.Linear, *, norm: RMSNorm | None = None, gated: bool = False,
+        add: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """`linear(x)` of a few rows.
+
+        Args:
+            x: `(rows, in_features)`, contiguous.
+            linear: Its weight contiguous.
+            norm: Normalises x before.
+            gated: The first half of what comes out is a gate for the second: `silu(gate) * up` is given.
+            add: Is added to what comes out.
+        """
+        rows, wide = x.shape
+        tall = linear.out_features // 2 if gated else linear.out_features
+        out = x.new_empty(rows, tall)
+        whole = _power_of_two(wide)
+        block = min(max(_TILE // (2 if gated else 1) // whole, 1), _COLUMNS)
+        bias = linear.bias
+        self._kernels.product[(-(-tall // block),)](
+            x, x if norm is None else norm.weight, linear.weight, x if bias is None else bias,
+            x if add is None else add, out, wide, tall, 0.0 if norm is None else norm.eps, ROWS=rows,
+            NORM=norm is not None, GATED=gated, ADD=add is not None, BIAS=bias is not None, BLOCK=block, WIDE=whole,
+            num_warps=8,
+        )  # fmt: skip
+        return out
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         """`hidden + delta`, and that normalised; both `(rows, size)` and contiguous."""
@@ -99,18 +139,25 @@ def _power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def glue_for(device: torch.device, dtype: torch.dtype, config: DecoderConfig) -> Glue | str:
+def glue_for(device: torch.device, dtype: torch.dtype, config: DecoderConfig, *, products: bool) -> Glue | str:
     """The kernels, or why they cannot be used there. Tried once for each argument, which waits for the device."""
     sizes = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
     return _tried(
-        device, dtype, config.hidden_size, config.intermediate_size, *sizes, config.qk_norm, config.rms_norm_eps
+        device,
+        dtype,
+        config.hidden_size,
+        config.intermediate_size,
+        *sizes,
+        config.qk_norm,
+        config.rms_norm_eps,
+        products,
     )
 
 
 @functools.cache
 def _tried(
     device: torch.device, dtype: torch.dtype, wide: int, inner: int, heads: int, kv_heads: int, dim: int, qk_norm: bool,
-    eps: float,
+    eps: float, products: bool,
 ) -> Glue | str:  # fmt: skip
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"its kernels do not compute {dtype}"
@@ -121,11 +168,14 @@ def _tried(
         # What runs on the CPU is Triton's interpreter, which is there for tests.
         if device.type != "cuda" and "Interpreted" not in type(kernels.add_norm).__name__:
             return f"Triton's kernels do not run on {device.type}"
-        glue = Glue(kernels)
+        widest = max(wide, inner, heads * dim)
+        if products and _power_of_two(widest) > _TILE:
+            return f"its products have at most {_TILE} columns, and there are {widest}; ask for glue without products"
+        glue = Glue(kernels, products)
         # Triton launches on the current device.
         where = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
         with where, torch.inference_mode(mode=False), torch.no_grad():
-            wrong = _differs(glue, device, dtype, wide, inner, heads, kv_heads, dim, qk_norm, eps)
+            wrong = _Trial(glue, device, dtype, wide, inner, heads, kv_heads, dim, qk_norm, eps).wrong()
     except Exception as error:
         if classify(error) is not Meaning.BROKEN:
             raise
@@ -133,57 +183,90 @@ def _tried(
     return f"its {wrong} differs from the formula's on this device" if wrong else glue
 
 
-def _differs(
-    glue: Glue, device: torch.device, dtype: torch.dtype, wide: int, inner: int, heads: int, kv_heads: int, dim: int,
-    qk_norm: bool, eps: float,
-) -> str | None:  # fmt: skip
-    """What of it gives other numbers than the formula, beyond the last bits."""
-    from fuseboard.engine.decoder.fixed import Part  # noqa: PLC0415 - they know each other
+@attrs.define
+class _Trial:
+    """The kernels beside the formula, on random numbers of a decoder's sizes."""
 
-    generator = torch.Generator().manual_seed(wide)
+    glue: Glue
+    device: torch.device
+    dtype: torch.dtype
+    wide: int
+    inner: int
+    heads: int
+    kv_heads: int
+    dim: int
+    qk_norm: bool
+    eps: float
+    generator: torch.Generator = attrs.field(factory=lambda: torch.Generator().manual_seed(0))
 
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype).to(device)
+    def wrong(self) -> str | None:
+        """What of it gives other numbers than the formula, beyond the last bits."""
+        hidden, norm = self.draw(_TRIED, self.wide), self.norm_of(self.wide)
+        if not self.norms(hidden, norm):
+            return "norm"
+        gate_up = self.draw(_TRIED, 2 * self.inner)
+        gate, up = gate_up.chunk(2, dim=-1)
+        if not self.near(self.glue.silu_mul(gate_up), F.silu(gate) * up):
+            return "gate"
+        if not self.rotation():
+            return "rotation"
+        return None if not self.glue.products or self.product(hidden, norm) else "product"
 
-    def norm_of(size: int) -> RMSNorm:
-        norm = RMSNorm(size, eps)
-        norm.weight = torch.nn.Parameter(draw(size), requires_grad=False)
+    def draw(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator).to(self.dtype).to(self.device)
+
+    def norm_of(self, size: int) -> RMSNorm:
+        norm = RMSNorm(size, self.eps)
+        norm.weight = nn.Parameter(self.draw(size), requires_grad=False)
         return norm
 
-    def near(mine: Tensor, theirs: Tensor) -> bool:
+    def linear_of(self, wide: int, tall: int, *, bias: bool = False) -> nn.Linear:
+        linear = nn.Linear(wide, tall, bias=bias, device="meta")
+        linear.weight = nn.Parameter(self.draw(tall, wide) / wide**0.5, requires_grad=False)
+        if bias:
+            linear.bias = nn.Parameter(self.draw(tall), requires_grad=False)
+        return linear
+
+    def normed(self, norm: RMSNorm, x: Tensor) -> Tensor:
+        return norm.weight * upcast_norm(x, self.eps)
+
+    def near(self, mine: Tensor, theirs: Tensor) -> bool:
         # A last bit of a norm may be another, and what is subtracted afterwards makes it the larger beside the rest.
-        allowed = (1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps) * theirs.float().abs().max()
-        return bool((mine.float() - theirs.float()).abs().max() <= allowed)
+        bits = 1e-5 if self.dtype == torch.float32 else 4 * torch.finfo(self.dtype).eps
+        return bool((mine.float() - theirs.float()).abs().max() <= bits * theirs.float().abs().max())
 
-    def normed(norm: RMSNorm, x: Tensor) -> Tensor:
-        return norm.weight * upcast_norm(x, eps)
+    def norms(self, hidden: Tensor, norm: RMSNorm) -> bool:
+        delta = self.draw(*hidden.shape)
+        total, out = self.glue.add_norm(hidden, delta, norm)
+        alone = self.glue.add_norm(hidden, None, norm)[1]
+        right = self.near(total, hidden + delta) and self.near(out, self.normed(norm, total))
+        return right and self.near(alone, self.normed(norm, hidden))
 
-    rows, slots = 3, 4
-    hidden, delta, norm = draw(rows, wide), draw(rows, wide), norm_of(wide)
-    total, out = glue.add_norm(hidden, delta, norm)
-    if not (near(total, hidden + delta) and near(out, normed(norm, total))):
-        return "norm"
-    if not near(glue.add_norm(hidden, None, norm)[1], normed(norm, hidden)):
-        return "norm"
-    gate_up = draw(rows, 2 * inner)
-    gate, up = gate_up.chunk(2, dim=-1)
-    if not near(glue.silu_mul(gate_up), F.silu(gate) * up):
-        return "gate"
-    part: Any = type("Sizes", (), {})()
-    part.heads, part.kv_heads, part.head_dim, part.qk_norm = heads, kv_heads, dim, qk_norm
-    part.q_norm, part.k_norm = norm_of(dim), norm_of(dim)
-    qkv, cos, sin = draw(rows, (heads + 2 * kv_heads) * dim), draw(8, dim), draw(8, dim)
-    positions = torch.arange(rows, device=device) + 2
-    place = Part.made(None, slots, 1, rows, (kv_heads, dim), dtype, device)
-    part_of: SelfAttention = part
-    q = glue.put_heads(qkv, part_of, place, 0, Turn(positions, cos, sin))
-    split = qkv.view(rows, 1, -1, dim)
-    turn: Callable[[Tensor], Tensor] = lambda x: rotate(x, cos[positions][:, None, None], sin[positions][:, None, None])  # noqa: E731
-    want_q, want_k, want_v = split[:, :, :heads], split[:, :, heads : heads + kv_heads], split[:, :, heads + kv_heads :]
-    if qk_norm:
-        want_q, want_k = normed(part.q_norm, want_q), normed(part.k_norm, want_k)
-    chosen = (torch.arange(rows, device=device), slice(None), positions % slots)
-    right = near(q, turn(want_q).transpose(1, 2)) and near(place.keys[0][chosen], turn(want_k)[:, 0])
-    if not right or not torch.equal(place.values[0][chosen], want_v[:, 0]):
-        return "rotation"
-    return None
+    def product(self, hidden: Tensor, norm: RMSNorm) -> bool:
+        into, back = self.linear_of(self.wide, self.inner, bias=True), self.linear_of(self.inner, self.wide)
+        gates = self.linear_of(self.wide, 2 * self.inner)
+        narrow = into(self.normed(norm, hidden))
+        gate, up = gates(hidden).chunk(2, dim=-1)
+        right = self.near(self.glue.product(hidden, into, norm=norm), narrow)
+        right = right and self.near(self.glue.product(narrow, back, add=hidden), hidden + back(narrow))
+        return right and self.near(self.glue.product(hidden, gates, gated=True), F.silu(gate) * up)
+
+    def rotation(self) -> bool:
+        from fuseboard.engine.decoder.fixed import Part  # noqa: PLC0415 - they know each other
+
+        heads, both, dim, rows, slots = self.heads, self.heads + self.kv_heads, self.dim, _TRIED, 4
+        part: Any = type("Sizes", (), {})()
+        part.heads, part.kv_heads, part.head_dim, part.qk_norm = heads, self.kv_heads, dim, self.qk_norm
+        part.q_norm, part.k_norm = self.norm_of(dim), self.norm_of(dim)
+        qkv, cos, sin = self.draw(rows, (both + self.kv_heads) * dim), self.draw(8, dim), self.draw(8, dim)
+        positions = torch.arange(rows, device=self.device) + 2
+        place = Part.made(None, slots, 1, rows, (self.kv_heads, dim), self.dtype, self.device)
+        q = self.glue.put_heads(qkv, part, place, 0, Turn(positions, cos, sin))
+        split = qkv.view(rows, 1, -1, dim)
+        want_q, want_k, want_v = split[:, :, :heads], split[:, :, heads:both], split[:, :, both:]
+        if self.qk_norm:
+            want_q, want_k = self.normed(part.q_norm, want_q), self.normed(part.k_norm, want_k)
+        turned = [rotate(x, cos[positions][:, None, None], sin[positions][:, None, None]) for x in (want_q, want_k)]
+        chosen = (torch.arange(rows, device=self.device), slice(None), positions % slots)
+        right = self.near(q, turned[0].transpose(1, 2)) and self.near(place.keys[0][chosen], turned[1][:, 0])
+        return right and torch.equal(place.values[0][chosen], want_v[:, 0])

@@ -15,7 +15,7 @@ from typing import Any
 triton: Any = importlib.import_module("triton")
 tl: Any = importlib.import_module("triton.language")
 
-__all__ = ["add_norm", "put_heads", "silu_mul"]
+__all__ = ["add_norm", "product", "put_heads", "silu_mul"]
 
 
 @triton.jit
@@ -87,3 +87,42 @@ def silu_mul(gate_up, out, size, BLOCK: tl.constexpr):
     wide = gate.to(tl.float32)
     bent = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
     tl.store(out + row * size + at, (bent.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=real)
+
+
+@triton.jit
+def product(
+    x, norm, weight, bias, add, out, wide, tall, eps, ROWS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
+    ADD: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    # All of a few output columns' weights at once, so that enough loads are under way to keep memory busy.
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    k = tl.arange(0, WIDE)
+    real, kept = k < wide, n < tall
+    inside = kept[:, None] & real[None, :]
+    place = n.to(tl.int64)[:, None] * wide + k[None, :]
+    tile = tl.load(weight + place, mask=inside, other=0.0)
+    if GATED:
+        upper = tl.load(weight + tl.cast(tall, tl.int64) * wide + place, mask=inside, other=0.0)
+    if NORM:
+        scales = tl.load(norm + k, mask=real, other=0.0)
+    for row in tl.static_range(ROWS):
+        v = tl.load(x + row * wide + k, mask=real, other=0.0)
+        if NORM:
+            long = v.to(tl.float32)
+            scale = 1.0 / tl.sqrt(tl.sum(long * long, axis=0) / wide + eps)
+            v = (long * scale).to(v.dtype)
+            v = (v.to(tl.float32) * scales.to(tl.float32)).to(v.dtype)
+        long = v.to(tl.float32)
+        y = tl.sum(tile.to(tl.float32) * long[None, :], axis=1)
+        if BIAS:
+            y += tl.load(bias + n, mask=kept, other=0.0).to(tl.float32)
+        y = y.to(v.dtype)
+        if GATED:
+            up = tl.sum(upper.to(tl.float32) * long[None, :], axis=1).to(v.dtype)
+            gate = y.to(tl.float32)
+            bent = (gate / (1.0 + tl.exp(-gate))).to(v.dtype)
+            y = (bent.to(tl.float32) * up.to(tl.float32)).to(v.dtype)
+        if ADD:
+            more = tl.load(add + row * tall + n, mask=kept, other=0.0)
+            y = (more.to(tl.float32) + y.to(tl.float32)).to(v.dtype)
+        tl.store(out + row * tall + n, y, mask=kept)

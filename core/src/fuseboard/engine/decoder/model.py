@@ -85,7 +85,7 @@ class QwenDecoder(nn.Module):
         self.pad = config.pad
         self.fused = False
         self._graphs: bool | str = True
-        self._glue = False
+        self._glue = (False, False)
         self._one_token: dict[torch.device, DecoderSteps] = {}
         self._whole: dict[tuple[torch.device, bool], WholeSteps] = {}
         self._misfit: str | None = None
@@ -197,7 +197,7 @@ class QwenDecoder(nn.Module):
         pad = known.get("pad_token_id")
         self.pad = self.pad if pad is None else int(pad)
 
-    def fuse(self, *, glue: bool = False) -> QwenDecoder:
+    def fuse(self, *, glue: bool = False, products: bool = False) -> QwenDecoder:
         """Stack q, k and v, and gate and up, into single linears: fewer launches, and maybe other bits.
 
         For inference only. Not undone: load anew for the weights apart. A second call may only add the glue.
@@ -205,6 +205,8 @@ class QwenDecoder(nn.Module):
         Args:
             glue: Also make norms, rotation and gate three Triton kernels a layer in steps over a fixed cache, where a
                 trial on the device finds them right; `report()["glue"]` says what became of it.
+            products: With the glue, also make the matrix products of up to 8 rows by a Triton kernel that has norm,
+                gate and residual inside.
 
         Raises:
             RuntimeError: It is being trained, its weights want gradients, or no weights are loaded.
@@ -222,8 +224,9 @@ class QwenDecoder(nn.Module):
             self.fused = True
             self._one_token.clear()  # graphs of the weights apart
             self._drop_whole()
-        if glue != self._glue and glue:
-            self._glue = True
+        asked = (self._glue[0] or glue or products, self._glue[1] or products)
+        if asked != self._glue:
+            self._glue = asked
             self._drop_whole()
         return self
 
@@ -285,7 +288,8 @@ class QwenDecoder(nn.Module):
     @property
     def glue(self) -> Glue | str:
         """The kernels that `fuse(glue=True)` asked for, or why there are none."""
-        return glue_for(self.device, self.dtype, self.config) if self._glue else "not asked for"
+        asked, products = self._glue
+        return glue_for(self.device, self.dtype, self.config, products=products) if asked else "not asked for"
 
     @property
     def graphs(self) -> bool | str:
@@ -756,6 +760,7 @@ class QwenDecoder(nn.Module):
         """How it computes here, as JSON-ready data, to be put beside an output."""
         self._prepare()
         config = self.config
+        glue = self.glue
         norms = {module.size: module.fused for module in self.modules() if isinstance(module, RMSNorm)}
         own = self._given_frequencies is None
         fixed_form = self.graphs in ("step", "step-eager") and self._misfit is None
@@ -782,7 +787,7 @@ class QwenDecoder(nn.Module):
                 "bytes a token": self._streamed.nbytes,
                 "measured": None if whole is None else whole.measured,
             },
-            "glue": self.glue if isinstance(self.glue, str) else "Triton",
+            "glue": glue if isinstance(glue, str) else "Triton, products too" if glue.products else "Triton",
             "graphs": {"captured": 0, "replays": 0, "failed": None} if steps is None else steps.report(),
             "no_graphs": self._no_graphs(),
             "step": self._form(),
