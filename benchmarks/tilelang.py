@@ -16,7 +16,6 @@ stay in the L2 cache as far as they fit, for everybody.
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import functools
 import json
 import math
@@ -56,6 +55,7 @@ from fuseboard_tilelang import (  # noqa: E402
 )
 from fuseboard_tilelang.attn import OPEN  # noqa: E402
 from fuseboard_tilelang.compile import target_of  # noqa: E402
+from fuseboard_tilelang.warm import warm  # noqa: E402
 
 PLUGIN = HERE.parent / "plugins" / "tilelang" / "README.md"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -452,30 +452,17 @@ def done(jobs: list[Job], rounds: int, arch: str, keep: Callable[[Job, dict[str,
         jobs = jobs[finished:]
 
 
-def compiled(job: tuple[int, str, Any, str]) -> tuple[tuple[int, str, Any], float, str]:
-    """Compile one kernel into the cache on disk."""
-    place, dtype, config, arch = job
-    factory, sizes, options = program(CASES[place], config)
-    start = time.perf_counter()
-    error = ""
-    try:
-        compile_gpu(factory, *sizes, target=arch, dtype=dtype, **options)
-    except Exception as caught:  # noqa: BLE001 - a row, not an end
-        error = f"{type(caught).__name__}: {str(caught).strip()[-300:]}"
-    return (place, dtype, config), time.perf_counter() - start, error
-
-
 def compile_all(wanted: list[tuple[int, str, Any]], arch: str, workers: int) -> dict[tuple[int, str, Any], str]:
     """Compile in parallel; what could not be, and why."""
+    jobs = []
+    for place, dtype, config in wanted:
+        factory, sizes, kwargs = program(CASES[place], config)
+        jobs.append((factory, sizes, {"dtype": dtype, **kwargs}))
     failed = {}
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
-        futures = [pool.submit(compiled, (*each, arch)) for each in wanted]
-        for future in concurrent.futures.as_completed(futures):
-            key, _, error = future.result()
-            if error:
-                failed[key] = error
-                print(f"does not compile: {CASES[key[0]].name}, {key[1]}, {key[2]}: {error}", flush=True)
+    for key, error in zip(wanted, warm(jobs, target=arch, workers=workers), strict=True):
+        if error is not None:
+            failed[key] = error
+            print(f"does not compile: {CASES[key[0]].name}, {key[1]}, {key[2]}: {error}", flush=True)
     return failed
 
 

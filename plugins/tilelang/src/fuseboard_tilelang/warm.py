@@ -1,0 +1,49 @@
+"""Kernels compiled ahead of their first call, in parallel, into TileLang's cache on disk."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import multiprocessing
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from fuseboard_tilelang._tile import Program
+from fuseboard_tilelang.compile import compile_cpu, compile_gpu, target_of
+
+__all__ = ["Job", "warm"]
+
+Job: TypeAlias = "tuple[Callable[..., Program], Sequence[int | None], Mapping[str, Any]]"
+"""A factory, its sizes, its options."""
+
+
+def warm(jobs: Sequence[Job], *, target: str | None = None, workers: int | None = None) -> list[str | None]:
+    """Compile kernels in child processes; whoever makes the same ones afterwards finds them in tens of milliseconds.
+
+    One kernel takes 2 to 20 seconds, and one process compiles one at a time.
+
+    Args:
+        jobs: The kernels.
+        target: `c` for the CPU form, or a GPU such as `sm_90a`; None for the current device.
+        workers: Processes; None for one each core.
+
+    Returns:
+        For each kernel None, or why there is none.
+    """
+    where = target or target_of(None)
+    count = max(1, min(workers or os.cpu_count() or 1, len(jobs)))
+    context = multiprocessing.get_context("spawn")  # a forked child of a process that has used a GPU cannot
+    with concurrent.futures.ProcessPoolExecutor(count, mp_context=context) as pool:
+        return list(pool.map(_one, [(where, *job) for job in jobs]))
+
+
+def _one(job: tuple[str, Callable[..., Program], Sequence[int | None], Mapping[str, Any]]) -> str | None:
+    target, factory, sizes, options = job
+    try:
+        if target == "c":
+            compile_cpu(factory, *sizes, **options)
+        else:
+            compile_gpu(factory, *sizes, target=target, **options)
+    except Exception as error:  # noqa: BLE001 - told, and the other kernels still made
+        return f"{type(error).__name__}: {str(error).strip()[-300:]}"
+    return None
