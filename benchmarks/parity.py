@@ -31,6 +31,9 @@ from decision.answers import Question, collate
 from decision.heads import marked
 from decision.model import DecisionModel
 
+# From here on without this folder: a benchmark in it that is called as a package is would be imported in its place.
+sys.path[:] = [each for each in sys.path if pathlib.Path(each).resolve() != pathlib.Path(__file__).resolve().parent]
+
 COUNTS = {"choice": 48, "noul": 180, "score": 60}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PAIRS = (("fast", "stock"), ("fast", "fp32"), ("stock", "fp32"))
@@ -138,7 +141,8 @@ def measure(args: argparse.Namespace, name: str, device: torch.device) -> list[d
 
 
 def shown(difference: float) -> str:
-    return f"{difference:.4f}" if difference >= 1e-4 or difference == 0 else f"{difference:.1e}"
+    rounded = f"{difference:.4f}"
+    return f"{difference:.1e}" if difference and not float(rounded) else rounded
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import math
@@ -363,6 +364,16 @@ def test_each_layer_is_a_call_of_its_site(tiny):
         with fb.bind(policy, run=run):
             tiny(*batch_of(100, 41))
         assert run.report()["attention"]["used"]["sdpa-math"] == 2
+
+
+def test_a_copy_of_a_model_calls_the_same_sites(tiny):
+    copied, batch = copy.deepcopy(tiny), batch_of(40)
+    frozen = freeze(copied, "sdpa-math", tuple(batch))
+
+    assert set(frozen.report()) == {"decision.global", "decision.local"}
+    with frozen:
+        assert torch.equal(copied(*batch)[0], tiny(*batch)[0])
+    torch.testing.assert_close(copied(*batch), tiny(*batch))
 
 
 def test_the_structure_is_told_where_there_is_one(tiny):

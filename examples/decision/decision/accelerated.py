@@ -110,6 +110,7 @@ class Accelerated:
         embeddings = encoder.embeddings
         stream = self._norm(None, embeddings.tok_embeddings(input_ids).view(batch * length, -1), embeddings.norm)
         x, step = stream, None
+        layer: Any
         for layer in encoder.layers:
             if step is not None:
                 x = self._norm(stream, step, layer.attn_norm)

@@ -126,7 +126,7 @@ class SelfAttention(nn.Module):
 
     def __init__(self, config: EncoderConfig, kind: str) -> None:
         super().__init__()
-        self.site = SITES[kind]
+        self.kind = kind  # and not the site: a copy of the model is to call the same one
         self.head_dim = config.head_dim
         self.dropout = config.attention_dropout
         self.Wqkv = linear(config.hidden_size, 3 * config.hidden_size, bias=config.attention_bias)
@@ -140,7 +140,7 @@ class SelfAttention(nn.Module):
         q, k, v = (each.transpose(1, 2) for each in qkv.unbind(dim=2))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         dropout_p = self.dropout if self.training else 0.0
-        out = fb.attention(q, k, v, site=self.site, mask=given.mask, dropout_p=dropout_p, mask_info=given.info)
+        out = fb.attention(q, k, v, site=SITES[self.kind], mask=given.mask, dropout_p=dropout_p, mask_info=given.info)
         return self.out_drop(self.Wo(out.transpose(1, 2).reshape(batch, length, -1)))  # type: ignore[no-any-return]
 
 
