@@ -48,6 +48,8 @@ TINY = SHAPE | {
 }  # fmt: skip
 PROFILED = 8
 """How many tokens the profiler sees, after as many that it does not."""
+SECONDS = 6.0
+"""A variant that has been timed for so long is left out of the rounds that follow."""
 SHOWN = 14
 """How many kernels of a variant are kept, those that take longest."""
 
@@ -303,6 +305,8 @@ def measure(options: argparse.Namespace, device: torch.device, batch: int) -> li
     timed = [each for each in alive if not each.name.startswith("step-eager")]
     for _ in range(options.rounds):
         for variant in timed:
+            if sum(each.seconds for each in variant.runs) > SECONDS:
+                continue
             guarded(variant, "timed run", lambda v=variant: v.runs.append(v.measured(ids, options.new)))
     if device.type == "cuda":
         for variant in timed:

@@ -239,11 +239,8 @@ class WholeSteps:
                 if binding is None:
                     return fn()
                 runs.append(Run())
-                token = context.BOUND.set(context.Binding(binding.policy, runs[-1]))
-                try:
+                with context.bind(binding.policy, run=runs[-1]):
                     return fn()
-                finally:
-                    context.BOUND.reset(token)
 
             # A pool of its own: caches take turns in any order, and one's graphs go when it goes.
             graph = graphs.capture(counted, changed, pool=torch.cuda.graph_pool_handle())
