@@ -170,6 +170,35 @@ def test_a_draw_without_a_generator_is_torch_s_own() -> None:
     assert torch.equal(*found)
 
 
+def test_many_samplers_in_turn_over_one_cache_have_each_a_state_of_its_own() -> None:
+    decoder, plain = made(), made()
+    decoder.graphs = "step"
+    ids, _ = prompts((0,))
+    for top_k in (2, 3, 4, 5, 6, 7, 2):
+        found = [
+            each.generate(
+                ids, max_new_tokens=8, sampler=Sampler(top_k=top_k, repetition_penalty=1.3),
+                generator=torch.Generator().manual_seed(top_k),
+            )
+            for each in (decoder, plain)
+        ]  # fmt: skip
+        assert torch.equal(*found)
+    (whole,) = decoder._whole.values()
+    (states,) = whole._states.values()
+    assert len(states) == 4
+
+
+def test_a_growing_cache_that_was_taken_over_lets_go_of_its_memory() -> None:
+    decoder = made()
+    with torch.no_grad():
+        cache = decoder.cache(1)
+        decoder(prompts((0,))[0], cache=cache)
+        fixed = WholeSteps(decoder, None).take(cache, 20)
+        assert (cache.nbytes, fixed.length, fixed.capacity) == (0, LENGTH, 256)
+        with pytest.raises(RuntimeError, match="make a new one"):
+            decoder(prompts((0,))[0], cache=cache)
+
+
 def test_a_stream_that_is_closed_gives_its_cache_to_the_next() -> None:
     decoder = made()
     decoder.graphs = "step"
