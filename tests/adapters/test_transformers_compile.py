@@ -21,9 +21,11 @@ pytest.importorskip("transformers.masking_utils", reason="transformers is older 
 from fuseboard.adapters import transformers as adapter  # noqa: E402 - only where transformers is installed
 
 V5 = int(hf.__version__.split(".")[0]) >= 5
-pytestmark = pytest.mark.skipif(
-    sys.version_info >= (3, 14), reason="torch.compile of older releases does not know this Python"
-)
+pytestmark = [
+    pytest.mark.skipif(sys.version_info >= (3, 14), reason="torch.compile of older releases does not know this Python"),
+    # Dynamo of torch 2.6, tracing the vmap with which transformers 4 makes its masks.
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
 
 BATCH, VOCABULARY, LENGTHS = 3, 64, (1, 2, 5, 100, 777)
 SMALL = {
@@ -142,7 +144,7 @@ def test_one_full_graph_serves_all_lengths_and_one_more_a_single_token(make: Any
     assert len(calls) == 2  # one a layer
 
 
-@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize("make", MODELS[:1])
 @torch.no_grad()
 def test_compiled_counts_its_graphs_and_stays_compiled(make: Any) -> None:
     model = model_of(make)
@@ -161,6 +163,7 @@ def test_compiled_counts_its_graphs_and_stays_compiled(make: Any) -> None:
     assert report["graphs"] <= 3
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @torch.no_grad()
 def test_inductor_gives_what_the_policy_gives_but_for_rounding() -> None:
@@ -177,7 +180,7 @@ def test_inductor_gives_what_the_policy_gives_but_for_rounding() -> None:
     assert compiled.report()["graphs"] == 1
 
 
-@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize("make", [MODELS[0], MODELS[-1]])
 @torch.no_grad()
 def test_what_the_mask_hides_may_change_between_calls_of_the_same_shapes(make: Any) -> None:
     step, backend = step_of(model_of(make)), Graphs()

