@@ -312,6 +312,19 @@ def test_a_batch_other_than_the_fixed_one_is_refused(encode, rows):
     assert f"ids: size 0 is {rows}; the package takes 2 there" in message
 
 
+@pytest.mark.parametrize(("place", "value"), [((1, 47), 32), ((0, 0), -1)])
+def test_an_index_beyond_its_table_is_refused_and_does_not_end_the_process(encode, place, value):
+    ids, mask = text()
+    encode(ids, mask, normalise=True)
+    ids[place] = value
+    smallest, largest = int(ids.min()), int(ids.max())
+
+    words = f"ids: has values from {smallest} to {largest}; the package takes 0 to 31 (they are indices"
+    for _ in range(2):
+        assert words in refused(encode, ids, mask, normalise=True)
+    assert "on cpu, values 0 to 31" in str(encode.contract)
+
+
 @pytest.mark.skipif(OLD, reason="torch 2.6 packages no 16 * Dim")
 def test_the_contract_tells_what_the_graph_takes_and_not_what_was_asked_for(dynamic, encode):
     length = encode.contract.tensors()[0].sizes[1]
@@ -362,6 +375,15 @@ def test_arguments_too_few_too_many_or_unknown_are_refused(run, args, kwargs, wo
 @pytest.mark.parametrize("given", [False, 1, torch.tensor(True)], ids=["false", "one", "tensor"])
 def test_an_argument_that_was_fixed_has_to_be_the_same(encode, given):
     assert "normalise: is " in refused(encode, *text(), normalise=given)
+
+
+def test_in_a_compiled_function_a_package_breaks_the_graph_and_is_checked(run):
+    compiled = torch.compile(lambda q, k, v: run(q + 1, k, v) * 2, backend="eager")
+    q, k, v = qkv()
+
+    assert torch.allclose(compiled(q, k, v), run(q + 1, k, v) * 2)
+    with pytest.raises(aot.ContractError, match="q: size 2 is 5"):
+        compiled(torch.zeros(1, 2, 5, 8), k, v)
 
 
 # ---- the file
@@ -528,6 +550,7 @@ def test_a_fresh_process_without_a_compiler_loads_runs_and_refuses(static, dynam
     wrong += [("static", [each.bfloat16() for each in qkv()]), ("static", [each[0] for each in qkv()])]
     wrong += [("static", [q.to("meta")] * 3), ("static", [q, q])]
     wrong += [("dynamic", text(rows, length)) for rows, length in ((2, 100), (1, 48), (2, 8), (2, 16), (3, 48), (2, 0))]
+    wrong += [("dynamic", [torch.full((2, 48), 10**9), text()[1]])]
     wrong += [("dynamic", [each.T.contiguous().T for each in text()]), ("dynamic", [text()[0].int(), text()[1]])]
     given = {
         "qkv": qkv(), "static": Case()(*qkv()), "text": text(), "wrong": wrong,
@@ -583,6 +606,31 @@ def test_export_under_autocast_is_refused_with_the_reason(tmp_path):
         ) as error:
             exported(tmp_path, nn.Linear(2, 2), (torch.ones(1, 2),))
     assert error.value.reason == "autocast"
+
+
+EXPORTS = """
+import os, sys
+sys.path.insert(0, os.environ["HERE"])
+import torch
+from fuseboard.engine import aot
+
+try:
+    aot.export(torch.nn.Identity(), (torch.ones(2),), "x.pt2")
+except aot.ExportError as error:
+    print(error.reason, error)
+"""
+
+
+def test_export_without_a_compiler_says_so_at_once(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", EXPORTS],
+        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120,
+        env={"PATH": "", "HERE": str(Path(fb.__file__).parents[1])},
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("compiler there is no C++ compiler, which a package is made with: install g++")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

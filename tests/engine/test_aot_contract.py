@@ -62,7 +62,7 @@ def lines(check: Check, tensors) -> list[str]:
     "made",
     [
         contract(),
-        contract(ids(), aot.Constant("flag", value=None), guards=("(s0 % 2) == 0",)),
+        contract(ids(values=((0, "s1 - 1"),)), aot.Constant("flag", value=None), guards=("(s0 % 2) == 0",)),
         contract(target=attrs.evolve(TARGET, device="cuda", gpu="NVIDIA H200", capability=(9, 0), cuda="13.0")),
     ],
 )
@@ -238,6 +238,20 @@ def test_an_address_that_is_not_aligned_is_refused_or_copied():
     (out,) = Check(contract(aligned), contiguous=True, package="x.pt2")((given,))
     assert torch.equal(out, given)
     assert out.data_ptr() % 16 == 0
+
+
+def test_indices_have_to_lie_within_all_that_they_index():
+    rows = ids(values=((0, 49), ("-s1", "s1 - 1")))
+    check = Check(contract(rows, mask()), contiguous=False, package="x.pt2")
+    given, flags = call(4, 32)
+
+    for value, right in ((3, True), (0, True), (4, False), (-1, False)):
+        given[1, 2] = value
+        if right:
+            check((given, flags))
+        else:
+            (line,) = lines(check, (given, flags))
+            assert "; the package takes 0 to 3 (they are indices" in line
 
 
 def test_what_is_remembered_is_bounded_and_remembers_no_refusal():

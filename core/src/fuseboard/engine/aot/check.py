@@ -23,6 +23,8 @@ KNOWN = 1024
 
 _Copies = tuple[tuple[int, tuple[int, ...]], ...]
 """Which inputs have to be copied, and into which strides."""
+_Values = tuple[tuple[int, int, int], ...]
+"""Of which inputs the values have to be looked at, the smallest that is right, and the largest."""
 
 _transform = torch._C._functorch.peek_interpreter_stack
 _grad = torch.is_grad_enabled
@@ -44,7 +46,7 @@ class Check:
         self._inputs = contract.tensors()
         self._owners = contract.owners()
         self._aligned = [(i, each.alignment) for i, each in enumerate(self._inputs) if each.alignment > 1]
-        self._known: dict[Hashable, _Copies] = {}
+        self._known: dict[Hashable, tuple[_Copies, _Values]] = {}
 
     def __call__(self, tensors: Sequence[Any]) -> list[Tensor]:
         """The tensors, to be given to the package.
@@ -65,17 +67,20 @@ class Check:
                     for each in tensors
                 ],
             )  # fmt: skip
-            copied = self._known.get(key)
+            known = self._known.get(key)
         except (AttributeError, RuntimeError, TypeError):  # no tensors, or without strides: the long way says it better
-            key = copied = None
-        if copied is None or forward_ad._current_level >= 0:
-            copied = self._checked(tensors)
+            key = known = None
+        if known is None or forward_ad._current_level >= 0:
+            known = self._checked(tensors)
             if key is not None:
                 if len(self._known) >= KNOWN:
                     self._known = {}
-                self._known[key] = copied
+                self._known[key] = known
+        copies, values = known
         out = list(tensors)
-        for i, strides in copied:
+        for i, low, high in values:
+            self._look_at(out[i], self._inputs[i].name, low, high)
+        for i, strides in copies:
             given = out[i]
             out[i] = torch.empty_strided(given.shape, strides, dtype=given.dtype, device=given.device).copy_(given)
         for i, alignment in self._aligned:
@@ -83,7 +88,7 @@ class Check:
                 out[i] = self._realigned(out[i], self._inputs[i])
         return out
 
-    def _checked(self, tensors: Sequence[Any]) -> _Copies:
+    def _checked(self, tensors: Sequence[Any]) -> tuple[_Copies, _Values]:
         if _transform() is not None:
             given = "made inside a transform of torch.func"
             raise ContractError([Problem("", given, "plain calls", "call it outside of vmap and grad")], self.package)
@@ -106,9 +111,27 @@ class Check:
                 copies.append((i, strides))
             else:
                 problems.append(wrong)
-        if problems:
+        if problems or values is None:
             raise ContractError(problems, self.package)
-        return tuple(copies)
+        limits = tuple(
+            (
+                i,
+                max(evaluate(low, values) for low, _ in each.values),
+                min(evaluate(high, values) for _, high in each.values),
+            )
+            for i, each in enumerate(self._inputs)
+            # A GPU would have to be waited for; and there, a wrong index is what it is without a package.
+            if each.values and each.device == "cpu" and tensors[i].numel()
+            for lows, highs in [zip(*each.values, strict=True)]
+        )
+        return tuple(copies), limits
+
+    def _look_at(self, given: Tensor, name: str, low: int, high: int) -> None:
+        smallest, largest = (int(each) for each in torch.aminmax(given.detach()))
+        if smallest < low or largest > high:
+            said = f"has values from {smallest} to {largest}"
+            advice = "they are indices, and compiled code that meets a wrong one ends the process"
+            raise ContractError([Problem(name, said, f"{low} to {high}", advice)], self.package)
 
     def _values(self, tensors: Sequence[Any], sound: list[bool], problems: list[Problem]) -> dict[str, int] | None:
         """What the symbols stand for in this call; None where a size is wrong, which is added to the problems."""

@@ -91,6 +91,7 @@ class Input:
         index: Which of them; None for the CPU.
         alignment: What its address has to be a multiple of, in bytes.
         written: Whether the model writes into it.
+        values: What its values have to lie between, where they are used as indices: pairs of bounds, both allowed.
     """
 
     name: str
@@ -102,11 +103,14 @@ class Input:
     index: int | None = None
     alignment: int = 1
     written: bool = False
+    values: tuple[tuple[int | str, int | str], ...] = ()
 
     def __str__(self) -> str:
         where = self.device if self.index is None else f"{self.device}:{self.index}"
+        values = "".join(f", values {low} to {high}" for low, high in self.values)
         written = ", written into" if self.written else ""
-        return f"{self.name}: {self.dtype} [{'; '.join(map(str, self.sizes))}], {self.layout}, on {where}{written}"
+        sizes = "; ".join(map(str, self.sizes))
+        return f"{self.name}: {self.dtype} [{sizes}], {self.layout}, on {where}{values}{written}"
 
 
 @attrs.frozen
@@ -262,7 +266,9 @@ _SEARCHED = 4096
 
 
 def _input(data: Mapping[str, Any]) -> Input | Constant:
-    return Constant(**data) if "value" in data else Input(**{**data, **_shape(data)})
+    if "value" in data:
+        return Constant(**data)
+    return Input(**{**data, **_shape(data), "values": tuple((low, high) for low, high in data["values"])})
 
 
 def _shape(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class ExportError(FuseboardError, RuntimeError):
     """A model, or its inputs, of which no package can be made that keeps its promises.
 
     Attributes:
-        reason: `autocast`, `device`, `input`, `output`, `state` or `sizes`.
+        reason: `autocast`, `device`, `compiler`, `attention`, `input`, `output`, `state` or `sizes`.
     """
 
     def __init__(self, reason: str, message: str) -> None:

@@ -113,6 +113,7 @@ def export(
         raise ExportError("autocast", msg)
     device = _device_of(model, args, kwargs)
     _check_example(args, kwargs)
+    _check_compiler()
     with _one_at_a_time, torch.inference_mode(False), torch.no_grad(), _quiet():
         began = time.perf_counter()
         with attention_in_trace(model, args, kwargs, policy_for(policy)) as answers:
@@ -185,6 +186,16 @@ def _check_example(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             raise ExportError("input", msg)
 
 
+def _check_compiler() -> None:
+    from torch._inductor import cpp_builder, exc  # noqa: PLC0415 - inductor, for those who export
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler as error:
+        msg = "there is no C++ compiler, which a package is made with: install g++, or name one in the variable CXX."
+        raise ExportError("compiler", msg) from error
+
+
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Without torch's deprecation warnings of its own code, which are errors where warnings are."""
@@ -253,11 +264,13 @@ def _contract(
     flat = in_tree.num_leaves == positional + len(keywords)
     names = _names(model, names, [each.name for each in inputs], positional, keywords if flat else None)
     sizes = _Sizes(nodes[each.name].meta["val"] for each in inputs if each.name in nodes)
+    limits = _limits(program, sizes)
     taken: list[Input | Constant] = []
     for name, each in zip(names, inputs, strict=True):
         value = nodes[each.name].meta.get("val") if type(each).__name__ == "TensorArgument" else None
         if isinstance(value, Tensor):
-            taken.append(_input(name, value, sizes, each.name in written, device))
+            made_of = _input(name, value, sizes, each.name in written, device)
+            taken.append(attrs.evolve(made_of, values=limits.get(each.name, ())))
         elif hasattr(each, "value"):
             taken.append(Constant(name, each.value))
         else:
@@ -399,6 +412,49 @@ def _input(name: str, value: Tensor, sizes: _Sizes, written: bool, device: torch
         tuple(sizes.text(each) for each in value.stride()), layout, value.device.type,
         (device.index or 0) if gpu else None, GPU_ALIGNMENT if gpu else 1, written,
     )  # fmt: skip
+
+
+_SAME_VALUES = (
+    "view", "reshape", "unsqueeze", "squeeze", "expand", "transpose", "permute", "flatten", "unflatten", "to",
+    "_to_copy", "clone", "contiguous", "detach", "alias", "long", "int", "t",
+)  # fmt: skip
+"""Operators that keep an index what it is."""
+_ALONG = ("index_select", "gather", "scatter", "scatter_add", "index_add", "index_copy", "index_fill")
+"""Operators of (tensor, dimension, index, ...)."""
+
+
+def _limits(program: Any, sizes: _Sizes) -> dict[str, tuple[tuple[int | str, int | str], ...]]:
+    """What the inputs' values are limited to, where the model uses them as indices as they are."""
+    found: dict[str, dict[tuple[int | str, int | str], None]] = {}
+    for node in program.graph.nodes:
+        for index, size, negative in _indices(node):
+            while index.op == "call_function" and _operator(index) in _SAME_VALUES:
+                index = index.args[0]  # noqa: PLW2901 - back to where it comes from
+            if index.op != "placeholder" or index.meta["val"].dtype is torch.bool:
+                continue
+            low = sizes.text(-size) if negative else 0
+            found.setdefault(index.name, {})[low, sizes.text(size - 1)] = None
+    return {name: tuple(limits) for name, limits in found.items()}
+
+
+def _indices(node: Any) -> Iterator[tuple[Any, Any, bool]]:
+    """The indices in an operator's arguments: a node, the size that it goes into, whether it may be negative."""
+    name = _operator(node)
+    if name == "embedding":
+        yield node.args[1], node.args[0].meta["val"].shape[0], False
+    elif (
+        name.removesuffix("_") in _ALONG and isinstance(node.args[2], torch.fx.Node) and node.args[0].meta["val"].dim()
+    ):
+        yield node.args[2], node.args[0].meta["val"].shape[node.args[1]], False
+    elif name in ("index", "index_put", "index_put_"):
+        for size, index in zip(node.args[0].meta["val"].shape, node.args[1], strict=False):
+            if index is not None:
+                yield index, size, True
+
+
+def _operator(node: Any) -> str:
+    is_aten = node.op == "call_function" and getattr(node.target, "namespace", "") == "aten"
+    return str(node.target.overloadpacket.__name__) if is_aten else ""
 
 
 def _output(value: Tensor, sizes: _Sizes) -> Output:

@@ -26,6 +26,8 @@ from fuseboard.engine.aot.errors import ContractError, PackageError, Problem
 
 __all__ = ["Package", "instructions", "load"]
 
+_tracing = torch.compiler.is_dynamo_compiling
+
 
 def load(
     path: str | os.PathLike[str],
@@ -118,6 +120,15 @@ class Package:
         Raises:
             ContractError: The package was not made for such a call; nothing ran.
         """
+        if _tracing():
+            from torch import _dynamo  # noqa: PLC0415 - loaded already, since it is tracing
+
+            # Of a graph the package cannot be part: it breaks there.
+            outside: Any = _dynamo.disable(self._called)  # type: ignore[no-untyped-call]
+            return outside(args, kwargs)
+        return self._called(args, kwargs)
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = args if len(args) == self._plain and not kwargs else self._bound(args, kwargs)
         out = self._loader.run(self._check(tensors))
         if self._tensor:
