@@ -44,6 +44,66 @@ def test_a_replay_gives_the_eager_bits_and_follows_its_inputs() -> None:
     assert graphs.report() == {"captured": 1, "replays": 3, "failed": None}
 
 
+def workspaces_are_let_go() -> None:
+    """As inductor does around each graph of its own."""
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def another_graph_comes_and_goes() -> None:
+    """On every stream of the ring from which torch takes one for a capture; newer versions let go when a graph ends."""
+    x, w = draw(8, 4096).bfloat16(), draw(4096, 64).bfloat16()
+    for _ in range(32):
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            x @ w
+        with torch.cuda.graph(graph, stream=stream):
+            x @ w
+        graph.replay()
+        torch.cuda.synchronize()
+        del graph
+
+
+def an_own_graph_comes_and_goes(graphs: Graphs) -> None:
+    x, w = draw(8, 4096, seed=3).bfloat16(), draw(4096, 64, seed=4).bfloat16()
+    for pool in (None, graphs.pool()):
+        graph = graphs.capture(lambda: x @ w, pool=pool)
+        graph.replay()
+        graphs.drop([graph])
+
+
+def inductor_makes_graphs() -> None:
+    compiled = torch.compile(lambda x, w: (x @ w).relu(), mode="reduce-overhead")
+    x, w = draw(8, 4096).bfloat16(), draw(4096, 64).bfloat16()
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        compiled(x, w)
+    torch.compiler.reset()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "others", [workspaces_are_let_go, another_graph_comes_and_goes, an_own_graph_comes_and_goes, inductor_makes_graphs]
+)
+def test_replays_go_on_whatever_others_do_with_the_workspaces_of_products(others: Callable) -> None:
+    """A product of few rows over many numbers is cut in parts, whose sums lie in a workspace that torch may let go."""
+    x, w = draw(8, 4096).bfloat16(), draw(4096, 64, seed=1).bfloat16()
+    graphs, apart = Graphs("cuda"), Graphs("cuda")
+    held = [graphs.capture(lambda: x @ w), graphs.capture(lambda: (x @ w).float(), pool=graphs.pool())]
+    held.append(apart.capture(lambda: x @ w))
+    want = x @ w
+    for _ in range(2):
+        others(graphs) if others is an_own_graph_comes_and_goes else others()
+        gc.collect()
+        torch.cuda.empty_cache()
+        taken = [torch.full((2**24,), 7, dtype=torch.uint8, device="cuda") for _ in range(16)]
+        for graph in held:
+            for _ in range(8):
+                assert torch.equal(graph.replay(), want.to(graph.outputs.dtype))
+        assert all(bool((each == 7).all()) for each in taken)
+        del taken
+
+
 @torch.no_grad()
 def test_a_capture_leaves_state_and_generator_as_they_were() -> None:
     graphs, cache = Graphs("cuda"), draw(4)

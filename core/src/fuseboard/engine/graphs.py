@@ -12,9 +12,11 @@ random numbers, not in the model's state, not in the process.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import logging
 import operator
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
@@ -26,13 +28,14 @@ from torch import Tensor, nn
 from fuseboard.failure import Meaning, classify
 from fuseboard.registry import first_line
 
-__all__ = ["Graph", "Graphs", "Signature", "signature", "unusable"]
+__all__ = ["Graph", "Graphs", "Pool", "Signature", "signature", "unusable"]
 
 T = TypeVar("T")
 log = logging.getLogger("fuseboard")
 
 # torch's captures share state of the process (the default generator until 2.12, the allocator), whatever their mode.
 _one_capture = threading.RLock()
+_SPARE = 4
 
 
 def unusable(device: torch.device | str) -> str | None:
@@ -85,15 +88,75 @@ def signature(*modules: nn.Module) -> Signature:
     return Signature(modules)
 
 
+class Pool:
+    """Memory that graphs share, and the stream that they are captured on, which is nobody else's.
+
+    A captured matrix product holds the address of its workspace, which torch keeps for each stream and lets go when it
+    likes: for all streams when inductor records a graph of its own, for a graph's stream when a graph ends
+    (https://github.com/pytorch/pytorch/issues/193402). Replays would then read and write what is not theirs. On a
+    stream on which nothing runs but captures, the workspace is made inside the capture, and so lies in this memory; and
+    one graph that is never replayed keeps this memory, and usable for captures, while all others come and go.
+
+    Attributes:
+        device: Where.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.handle: Any = None
+        self.stream: Any = None
+        self._keeper: torch.cuda.CUDAGraph | None = None
+
+    def prepare(self) -> None:
+        """Take the stream and the memory, once, on the current device."""
+        if self._keeper is not None:
+            return
+        torch.zeros(1, device=self.device)
+        self.stream, self.handle = _own_stream(self.device), torch.cuda.graph_pool_handle()
+        keeper = torch.cuda.CUDAGraph()
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        self.record(keeper, lambda: torch.zeros(1, device=self.device))
+        self._keeper = keeper
+
+    def record(self, graph: torch.cuda.CUDAGraph, fn: Callable[[], T]) -> T:
+        """Capture `fn` on this stream and into this memory."""
+        collecting = gc.isenabled()
+        gc.disable()  # what is finalised during a capture may end it: a module of kernels that is unloaded
+        try:
+            with torch.cuda.stream(self.stream):
+                # `thread_local`: what other threads do meanwhile, such as other requests, does not end it.
+                graph.capture_begin(pool=self.handle, capture_error_mode="thread_local")
+                try:
+                    return fn()
+                finally:
+                    graph.capture_end()
+        finally:
+            if collecting:
+                gc.enable()
+
+
+def _own_stream(device: torch.device) -> Any:
+    """A stream that is nobody else's: torch's come in turn from 32 that the process shares. It is never given back."""
+    torch.cuda.current_stream(device).query()  # the device's context is this thread's from here on
+    made, non_blocking = ctypes.c_void_p(), 1
+    with contextlib.suppress(OSError, AttributeError):
+        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        if driver.cuStreamCreate(ctypes.byref(made), non_blocking) == 0 and made.value:
+            return torch.cuda.ExternalStream(made.value, device=device)  # type: ignore[no-untyped-call]
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 @attrs.define(eq=False)
 class Graph(Generic[T]):
     """One captured function.
 
     Attributes:
         outputs: What the function returned while it was captured. Every replay writes these very tensors.
+        pool: Where they lie.
     """
 
     outputs: T
+    pool: Pool
     _graph: torch.cuda.CUDAGraph
     _owner: Graphs
 
@@ -143,15 +206,22 @@ class Graphs:
         with torch.cuda.device(self.device):
             self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
             self.generator = torch.Generator(self.device)
-            self._pool = torch.cuda.graph_pool_handle()
+        self._pool, self._spare = Pool(self.device), list[Pool]()
 
-    def capture(self, fn: Callable[[], T], state: Iterable[Tensor] = (), *, pool: Any = None) -> Graph[T] | None:
+    def pool(self) -> Pool:
+        """Memory apart from the model's own, for graphs that go before others do or are replayed in any order."""
+        with self.lock:
+            return self._spare.pop() if self._spare else Pool(self.device)
+
+    def capture(
+        self, fn: Callable[[], T], state: Iterable[Tensor] = (), *, pool: Pool | None = None
+    ) -> Graph[T] | None:
         """Run `fn` once, put back what it changed, and capture it.
 
         Args:
             fn: The step, over tensors that stay where they are. It waits for nothing, and draws from `generator` alone.
             state: The tensors that `fn` writes and that outlive it, such as a cache: as they were, afterwards.
-            pool: A memory pool in place of the model's own. Graphs of one pool must be replayed in the order in which
+            pool: From `pool()`, in place of the model's own. Graphs of one pool must be replayed in the order in which
                 they were captured, since one may use memory that an earlier one has done with.
 
         Returns:
@@ -177,38 +247,31 @@ class Graphs:
                 self.generator.set_state(drawn)
             return self._record(fn, drawn, self._pool if pool is None else pool)
 
-    def _record(self, fn: Callable[[], T], drawn: Tensor, pool: Any) -> Graph[T] | None:
+    def _record(self, fn: Callable[[], T], drawn: Tensor, pool: Pool) -> Graph[T] | None:
         graph = torch.cuda.CUDAGraph()
         here = torch.cuda.current_stream(self.device)
-        self._stream.wait_stream(here)
-        collecting = gc.isenabled()
-        gc.disable()  # what is finalised during a capture may end it: a module of kernels that is unloaded
         try:
-            with torch.cuda.stream(self._stream):
+            pool.prepare()
+            pool.stream.wait_stream(here)
+            with torch.cuda.stream(pool.stream):
                 if hasattr(graph, "register_generator_state"):
                     graph.register_generator_state(self.generator)
-                # `thread_local`: what other threads do meanwhile, such as other requests, does not end it.
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                try:
-                    outputs = fn()
-                finally:
-                    graph.capture_end()
+            outputs = pool.record(graph, fn)
         except BaseException as error:
             self._recover(error, drawn, pool)
             if not isinstance(error, Exception) or classify(error) is Meaning.STICKY:
                 raise
             return None
         finally:
-            if collecting:
-                gc.enable()
             # The capture begins with kernels that set the generator's seed and offset, on the capture's stream: a first
             # replay that came before them would draw from offset 0.
-            here.wait_stream(self._stream)
+            if pool.stream is not None:
+                here.wait_stream(pool.stream)
         self.generator.set_state(drawn)
         self.captured += 1
-        return Graph(outputs, graph, self)
+        return Graph(outputs, pool, graph, self)
 
-    def _recover(self, error: BaseException, drawn: Tensor, pool: Any) -> None:
+    def _recover(self, error: BaseException, drawn: Tensor, pool: Pool) -> None:
         """After a capture that was broken off: new ones in place of all that it may have left unusable."""
         self.failure = first_line(error)
         log.warning("no CUDA graphs on %s: the capture failed (%s); steps run eagerly.", self.device, self.failure)
@@ -219,8 +282,9 @@ class Graphs:
         self.generator.set_state(drawn)
         # Until torch 2.12 the end of a capture that was broken off leaves the allocator believing that it goes on; that
         # it does not is an error, and no news.
-        with contextlib.suppress(AttributeError, RuntimeError):
-            torch._C._cuda_endAllocateToPool(self.device.index, pool)
+        if pool.handle is not None:
+            with contextlib.suppress(AttributeError, RuntimeError):
+                torch._C._cuda_endAllocateToPool(self.device.index, pool.handle)
         # Until torch 2.12 the capture leaves the *default* generator of the device believing that it is being captured,
         # so that every later draw in the process raises. A clone has the seed and the offset, and not the belief.
         default = torch.cuda.default_generators[self.device.index]
@@ -250,16 +314,18 @@ class Graphs:
                 generator.set_state(self.generator.get_state())
 
     def drop(self, graphs: list[Graph[Any]]) -> None:
-        """Let go of graphs, and of the memory that they share with those to come.
+        """Let go of graphs; their memory is for those to come.
 
         Waits for the device: up to torch 2.13 a graph that draws must not go while it is being replayed.
 
         Args:
-            graphs: Emptied.
+            graphs: Emptied. Of a pool from `pool()`, all its graphs.
         """
         torch.cuda.synchronize(self.device)
-        graphs.clear()
-        self._pool = torch.cuda.graph_pool_handle()  # a pool that its last graph has left cannot be captured into
+        with self.lock:
+            pools = {id(each.pool): each.pool for each in graphs if each.pool is not self._pool}
+            graphs.clear()
+            self._spare = [*self._spare, *pools.values()][-_SPARE:]
 
     def report(self) -> dict[str, Any]:
         """What was captured, how often it was replayed, and why a capture failed."""

@@ -244,7 +244,7 @@ class WholeSteps:
 
             # A pool of its own: caches take turns in any order, and one's graphs go when it goes.
             with decoder.one_pass():  # until its end a capture has the stream that copies streamed weights
-                graph = graphs.capture(counted, changed, pool=torch.cuda.graph_pool_handle())
+                graph = graphs.capture(counted, changed, pool=graphs.pool())
             self.capture_seconds += time.perf_counter() - begun
             if graph is not None and decoder.streamed and self._is_slower(fn, graph, changed, graphs):
                 graphs.drop([graph])
