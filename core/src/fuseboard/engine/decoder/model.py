@@ -800,7 +800,7 @@ class QwenDecoder(nn.Module):
         whole = self._whole.get((self.device, True))
         failed = None if whole is None else whole.report()["failed"] or whole.slower
         why = self._misfit or self._no_graphs() or failed if asked else "not asked for"
-        between = self._no_graphs() is None
+        between = self._no_graphs() is None and self._streamed is None
         if not asked or self._misfit is not None:
             form = "graphs between attention calls" if between else "eager"
         else:
