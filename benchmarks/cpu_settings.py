@@ -4,7 +4,7 @@ Each row's processes run in turn: bare, after `cpu.apply()`, and with the enviro
 reports the median over its repetitions after a warm-up, and a hash of its result, which must be the same for all. How
 many times as fast is a ratio within a round. Nothing else is asserted.
 
-    python benchmarks/cpu_settings.py [--quick] [--rounds N] [--json FILE] [--readme]
+    python benchmarks/cpu_settings.py [--quick] [--rounds N] [--json FILE] [--out FILE] [--readme]
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _report import aligned, machine, versions, write_readme
+from _report import aligned, arguments, keep, listed, machine, versions
 
 from fuseboard.engine import cpu
 
@@ -140,7 +140,7 @@ def render(result: dict[str, Any]) -> str:
                 f"{each['peak_mb']}",
             )
         )
-    shown = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    shown = listed(result["versions"])
     about = result["machine"]
     facts = f"{about['cpu']}, {about['system']}, {about['libc']}, huge pages {about['huge_pages']}, 1 thread; {shown}"
     return f"{aligned(head, rows)}\n\n{facts}; {result['rounds']} processes each."
@@ -155,11 +155,7 @@ def huge_pages() -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=7, help="processes per row (default %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="one process per row")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
-    parser.add_argument("--readme", action="store_true", help="write the table into benchmarks/README.md")
+    parser = arguments(__doc__, rounds=7, each="processes per row", quick="one process per row", readme=True)
     parser.add_argument("--child", nargs=3, metavar=("WAY", "THREAD", "COUNT"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -181,11 +177,7 @@ def main() -> int:
     }
     text = render(result)
     print(text)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    if options.readme:
-        write_readme("cpu_settings", f"```text\n{text}\n```")
+    keep(options, "cpu_settings", result, text)
     return 0
 
 

@@ -5,29 +5,23 @@ machine falls on both; that they give the same ids is checked before anything is
 fastest. A row is also made for the steps alone: transformers' model called by hand with a DynamicCache, without what
 `generate` adds. Nothing is asserted about times: they belong to machines.
 
-    python benchmarks/decode_cpu.py [--quick] [--rounds N] [--json FILE] [--readme]
+    python benchmarks/decode_cpu.py [--quick] [--rounds N] [--json FILE] [--out FILE] [--readme]
 """
 
 from __future__ import annotations
 
-import argparse
 import inspect
-import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from _report import aligned, machine, versions, write_readme
+from _report import aligned, arguments, in_one_thread, keep, listed, machine, versions
 
 PACKAGES = ("torch", "fuseboard", "transformers")
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 # The thread's own time, so that other processes are not counted. Too coarse on Windows.
 CLOCK = time.perf_counter if sys.platform == "win32" else time.thread_time
 PROMPT, NEW = 32, 48
@@ -153,22 +147,23 @@ def render(result: dict[str, Any]) -> str:
         for row in result["rows"]
     ]  # fmt: skip
     table = aligned(("steps per second", "transformers", "fuseboard", "fastest", "median"), lines)
-    shown = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    shown = listed(result["versions"])
     facts = f"{result['machine']['cpu']}, {result['machine']['system']}, 1 thread; {shown}; {result['rounds']} rounds."
     return f"{table}\n\n{facts}"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=9, help="how often every row is timed (default %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="one short round: shows that it runs, not what it costs")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
-    parser.add_argument("--readme", action="store_true", help="write the table into benchmarks/README.md")
+    parser = arguments(
+        __doc__,
+        rounds=9,
+        each="how often every row is timed",
+        quick="one short round: shows that it runs, not what it costs",
+        readme=True,
+    )
     options = parser.parse_args()
-    if any(os.environ.get(name) != value for name, value in ONE_THREAD.items()):
-        # The number of threads is fixed before torch is imported, and more of them would change bits.
-        again = [sys.executable, __file__, *sys.argv[1:]]
-        return subprocess.call(again, env={**os.environ, **ONE_THREAD})  # noqa: S603 - this very script
+    status = in_one_thread()
+    if status is not None:
+        return status
     rounds, new = (1, 4) if options.quick else (options.rounds, NEW)
 
     with warnings.catch_warnings():
@@ -185,11 +180,7 @@ def main() -> int:
     }  # fmt: skip
     text = render(result)
     print(text)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    if options.readme:
-        write_readme("decode_cpu", f"```text\n{text}\n```")
+    keep(options, "decode_cpu", result, text)
     return 0
 
 

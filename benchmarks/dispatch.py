@@ -4,29 +4,23 @@ One table, made in one process and one run, so that its rows can be compared: fu
 with a policy bound, and other libraries' dispatchers, each over what it calls in the end. Tensors are tiny, so that
 little but the dispatch is left. Nothing is asserted: times belong to machines.
 
-    python benchmarks/dispatch.py [--quick] [--rounds N] [--json FILE] [--readme]
+    python benchmarks/dispatch.py [--quick] [--rounds N] [--json FILE] [--out FILE] [--readme]
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 import timeit
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from _report import aligned, machine, versions, write_readme
+from _report import aligned, arguments, in_one_thread, keep, listed, machine, versions
 
 PACKAGES = ("torch", "fuseboard", "fuseboard-sdpa", "transformers", "diffusers", "comfy-kitchen", "pluggy")
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 CALLS = 256  # of each side in a round
 # The thread's own time, so that other processes are not counted. Too coarse on Windows.
 CLOCK = time.perf_counter if sys.platform == "win32" else time.thread_time
@@ -410,22 +404,23 @@ def render(result: dict[str, Any]) -> str:
         (peer, *(f"{times[name]:.1f}x" if name in times else "-" for name in OURS))
         for peer, times in result["ratios"].items()
     ]
-    shown = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    shown = listed(result["versions"])
     facts = f"{result['machine']['cpu']}, {result['machine']['system']}, 1 thread; {shown}; {result['rounds']} rounds."
     return f"{table}\n\n{aligned(('added, as a multiple of', *OURS), compared)}\n\n{facts}"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=200, help="how often every row is timed (default %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="five short rounds: shows that it runs, not what it costs")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
-    parser.add_argument("--readme", action="store_true", help="write the table into benchmarks/README.md")
+    parser = arguments(
+        __doc__,
+        rounds=200,
+        each="how often every row is timed",
+        quick="five short rounds: shows that it runs, not what it costs",
+        readme=True,
+    )
     options = parser.parse_args()
-    if any(os.environ.get(name) != value for name, value in ONE_THREAD.items()):
-        # The number of threads is fixed before torch is imported; torch.set_num_threads would leave pools behind.
-        again = [sys.executable, __file__, *sys.argv[1:]]
-        return subprocess.call(again, env={**os.environ, **ONE_THREAD})  # noqa: S603 - this very script
+    status = in_one_thread()
+    if status is not None:
+        return status
     rounds = 5 if options.quick else options.rounds
 
     cases, missing = collect()
@@ -437,11 +432,7 @@ def main() -> int:
     }  # fmt: skip
     text = render(result)
     print(text)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    if options.readme:
-        write_readme("dispatch", f"```text\n{text}\n```")
+    keep(options, "dispatch", result, text)
     return 0
 
 

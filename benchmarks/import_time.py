@@ -2,21 +2,18 @@
 
 Each statement runs in fresh processes, in turn with the others. Nothing is asserted.
 
-    python benchmarks/import_time.py [--quick] [--rounds N] [--json FILE] [--readme]
+    python benchmarks/import_time.py [--quick] [--rounds N] [--json FILE] [--out FILE] [--readme]
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from _report import aligned, machine, versions, write_readme
+from _report import aligned, arguments, keep, listed, machine, versions
 
 STATEMENTS = {
     "bare Python": "pass",
@@ -57,17 +54,15 @@ def render(result: dict[str, Any]) -> str:
         (row["name"], f"{row['process_ms']:.1f}", f"{row['added_ms']:.1f}", "yes" if row["torch_loaded"] else "no")
         for row in result["rows"]
     ]
-    shown = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    shown = listed(result["versions"])
     facts = f"{result['machine']['cpu']}, {result['machine']['system']}; {shown}; {result['rounds']} processes each."
     return f"{aligned(('milliseconds', 'process, median', 'added', 'torch loaded'), rows)}\n\n{facts}"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=20, help="processes per statement (default %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="three processes per statement")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
-    parser.add_argument("--readme", action="store_true", help="write the table into benchmarks/README.md")
+    parser = arguments(
+        __doc__, rounds=20, each="processes per statement", quick="three processes per statement", readme=True
+    )
     options = parser.parse_args()
     rounds = 3 if options.quick else options.rounds
     result = {
@@ -78,11 +73,7 @@ def main() -> int:
     }
     text = render(result)
     print(text)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    if options.readme:
-        write_readme("import_time", f"```text\n{text}\n```")
+    keep(options, "import_time", result, text)
     return 0
 
 

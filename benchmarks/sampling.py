@@ -5,27 +5,21 @@ ids is checked before anything is timed. A step ends with its ids on the host, a
 that wait is in both sides' times, once in ours, three times in the other (torch.multinomial's two checks, and the ids).
 Nothing is asserted about times: they belong to machines.
 
-    python benchmarks/sampling.py [--quick] [--rounds N] [--json FILE] [--readme]
+    python benchmarks/sampling.py [--quick] [--rounds N] [--json FILE] [--out FILE] [--readme]
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from _report import aligned, machine, versions, write_readme
+from _report import aligned, arguments, in_one_thread, keep, listed, machine, versions
 
 PACKAGES = ("torch", "fuseboard", "transformers")
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 # The thread's own time, so that other processes are not counted. Too coarse on Windows.
 CPU_CLOCK = time.perf_counter if sys.platform == "win32" else time.thread_time
 VOCABULARY = 151936
@@ -157,27 +151,24 @@ def render(result: dict[str, Any]) -> str:
         for row in result["rows"]
     ]
     table = aligned(("microseconds per step, median", "transformers", "fuseboard", "ratio", "of the fastest"), lines)
-    shown = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    shown = listed(result["versions"])
     gpu = f", {result['gpu']}" if result["gpu"] else ""
     where = f"{result['machine']['cpu']}{gpu}, {result['machine']['system']}, 1 thread"
     return f"{table}\n\n{where}; {shown}; {result['rounds']} rounds."
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=100, help="how often every row is timed (default %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="two rounds: shows that it runs")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
-    parser.add_argument("--readme", action="store_true", help="write the table into README.md")
-    arguments = parser.parse_args()
-    if any(os.environ.get(name) != value for name, value in ONE_THREAD.items()):
-        # The number of threads is fixed before torch is imported; torch.set_num_threads would leave pools behind.
-        again = [sys.executable, __file__, *sys.argv[1:]]
-        return subprocess.call(again, env={**os.environ, **ONE_THREAD})  # noqa: S603 - this very script
+    parser = arguments(
+        __doc__, rounds=100, each="how often every row is timed", quick="two rounds: shows that it runs", readme=True
+    )
+    options = parser.parse_args()
+    status = in_one_thread()
+    if status is not None:
+        return status
 
     import torch
 
-    rounds = 2 if arguments.quick else arguments.rounds
+    rounds = 2 if options.quick else options.rounds
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     cases = [case_of(name, device, batch) for device in devices for batch in BATCHES for name in OPTIONS]
     for turn in range(rounds):
@@ -190,12 +181,9 @@ def main() -> int:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "rounds": rounds,
     }
-    print(render(result))
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    if arguments.readme:
-        write_readme("sampling", f"```text\n{render(result)}\n```")
+    text = render(result)
+    print(text)
+    keep(options, "sampling", result, text)
     return 0
 
 
