@@ -141,15 +141,22 @@ def one(name: str, rounds: int) -> dict[str, Any]:
     applied = features.apply([] if name in (NONE, AGAIN) else [name])
     import torch
 
+    import fuseboard as fb
     from fuseboard.engine.decoder import QwenDecoder
 
     QwenDecoder(DECODER)  # loads most of torch; on the meta device
     sys.stdin.readline()
     begin = time.monotonic()
-    found = {label: measure(*operation, rounds) for label, operation in operations()}
+    found, unmeasured = {}, {}
+    for label, operation in operations():
+        try:
+            found[label] = measure(*operation, rounds)
+        except fb.RefusedError as error:  # a kernel whose self-test does not pass under the switch
+            unmeasured[label] = str(error).strip().splitlines()[-1].strip()
     return {
         "applied": applied.as_json(),
         "operations": found,
+        "unmeasured": unmeasured,
         "gpu": torch.cuda.get_device_name(),
         "fast": features.report()["params"],
         "seconds": round(time.monotonic() - begin, 1),
@@ -218,6 +225,11 @@ def render(result: dict[str, Any]) -> str:
         if row["switch"] == NONE or row["bits"] == "changed" or not 0.95 < row["gain"] < 1.05  # noqa: PLR2004
     ]  # fmt: skip
     refused = "".join(f"\nnot measured: {name}, {reason}" for name, reason in result["refused"].items())
+    refused += "".join(
+        f"\nnot measured: {name}: {label}, {reason}"
+        for name, each in result["unmeasured"].items()
+        for label, reason in each.items()
+    )
     note = "Left out: rows within 5 % of the time without switches, and without a changed bit."
     facts = f"{result['gpu']}; {listed(result['versions'])}; {result['rounds']} rounds at most."
     return f"{aligned(head, lines)}\n\n{facts} {note}{refused}"
@@ -250,6 +262,7 @@ def main() -> int:
         "rows": rows_of(results),
         "seconds": {name: each["seconds"] for name, each in results.items()},
         "refused": refused,
+        "unmeasured": {name: each["unmeasured"] for name, each in results.items()},
         "versions": versions(*PACKAGES),
         "machine": machine(),
         "gpu": results[NONE]["gpu"],
