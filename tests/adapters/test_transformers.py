@@ -594,6 +594,33 @@ def test_queries_that_do_not_end_at_the_last_key_give_no_structure():
     assert info_of(mask, q_length=4) is None
 
 
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_a_declared_side_is_checked_where_the_keys_lie(side):
+    other = {"right": "left", "left": "right"}[side]
+    keys = {padding: batch(padding)["attention_mask"].bool() for padding in ("right", "left", "none")}
+
+    assert adapter._held_to(side, keys[side]) == side
+    assert adapter._held_to(side, keys["none"]) == side
+    with pytest.raises(RuntimeError, match=f"not padded on the {side}"):
+        adapter._held_to(side, keys[other])
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_on_the_cpu_the_side_is_read_whatever_was_declared(side, recorder):
+    adapter.register("fuseboard", padding=side)
+    try:
+        assert [info.padding for info in infos(llama, batch("right"), recorder)] == ["right"] * 2
+        recorder.seen.clear()
+        assert [info.padding for info in infos(llama, batch("left"), recorder)] == ["left"] * 2
+    finally:
+        adapter.register("fuseboard")
+
+
+def test_a_side_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="padding is 'both'; expected 'right', 'left' or None"):
+        adapter.register(padding="both")
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 

@@ -122,6 +122,22 @@ def test_every_policy_gives_the_right_tokens(name: str, board: Any, prompts: dic
         assert any(passed.startswith(f"{name}→") for passed in report["fallbacks"]), report
 
 
+def test_a_declared_side_reaches_the_backends(board: Any, prompts: dict[str, Tensor], judge: Judge) -> None:
+    adapter.register(padding="left")
+    seen = []
+    inner = adapter._info_of
+    try:
+        adapter._info_of = lambda *given: seen.append(inner(*given)) or seen[-1]
+        with fb.bind("exact"):
+            error, regret = judge.off_by(prompts, *generated(board, prompts))
+    finally:
+        adapter._info_of = inner
+        adapter.register()
+
+    assert max(error, regret) < 2 * judge.rounding
+    assert {info.padding for info in seen if info is not None} == {"left"}
+
+
 def test_a_policy_for_each_site_gives_the_right_tokens_too(
     board: Any, prompts: dict[str, Tensor], judge: Judge
 ) -> None:

@@ -44,7 +44,7 @@ from fuseboard.chain import REFERENCE, Route
 from fuseboard.constraints import Refusal
 from fuseboard.dispatch import attention
 from fuseboard.errors import InputError, RefusedError
-from fuseboard.masks import MaskInfo, mask_for
+from fuseboard.masks import MaskInfo, Padding, mask_for
 from fuseboard.site import Site
 
 try:
@@ -94,16 +94,23 @@ _sites: dict[str, Site] = {}
 _sites_lock = threading.Lock()
 
 
-def register(name: str = "fuseboard") -> None:
-    """Make `attn_implementation=name` mean the board. Calling it again changes nothing.
+def register(name: str = "fuseboard", *, padding: Padding | None = None) -> None:
+    """Make `attn_implementation=name` mean the board. Calling it again changes nothing, but for the padding.
 
     Args:
         name: What models are loaded with. `sdpa`, transformers' default, puts every model of the process on the board,
             and is the only name for models whose code asks whether it is called `sdpa`: any other is refused there.
+        padding: On which side the padding of every batch lies that models of this name are given on a GPU: `right` or
+            `left`, as the tokenizer's `padding_side`. More backends take such keys than keys padded anyhow, and to find
+            it out would be to wait for the device. It is checked there, without waiting: a batch padded otherwise is a
+            device-side assert, an error at the next wait. On the CPU it is read off the batch, and this is not needed.
 
     Raises:
-        ValueError: transformers has another attention of that name already.
+        ValueError: transformers has another attention of that name already, or the side is none.
     """
+    if padding not in _padded:
+        msg = f"padding is {padding!r}; expected 'right', 'left' or None."
+        raise ValueError(msg)
     if not isinstance(name, str) or not name.strip():
         msg = f"name is {name!r}; expected a word such as 'fuseboard'."
         raise ValueError(msg)
@@ -111,7 +118,7 @@ def register(name: str = "fuseboard") -> None:
     if name == "eager" or (taken is not None and taken is not attend and name != SDPA):
         msg = f"transformers has an attention called {name!r} already; choose a name of its own, or 'sdpa'."
         raise ValueError(msg)
-    _masks.register(name, dense_mask)
+    _masks.register(name, _padded[padding])
     _attentions.register(name, attend)
 
 
@@ -507,8 +514,13 @@ class _Carried(NamedTuple):
 _carried: Any = WeakTensorKeyDictionary()
 
 
-def dense_mask(*arguments: Any, **given: Any) -> Tensor | None:
+def dense_mask(*arguments: Any, padding: Padding | None = None, **given: Any) -> Tensor | None:
     """The mask function that transformers' models call: transformers' own sdpa mask, with its structure kept beside it.
+
+    Args:
+        *arguments: As transformers gives them.
+        padding: The side of the padding, where `register` was told.
+        **given: As transformers gives them.
 
     Returns:
         Boolean, `(batch, 1, q_length, k_length)`; None when sdpa needs none.
@@ -522,12 +534,25 @@ def dense_mask(*arguments: Any, **given: Any) -> Tensor | None:
         if config is None or _is_called_sdpa(config) or getattr(_for_graphs, _models(config), False):
             mask = _sdpa_mask(*arguments, **given)
             return mask
-    mask = _dense_mask(*arguments, **given)
+    mask = _dense_mask(padding, *arguments, **given)
     return mask
 
 
+def _right_padded(*arguments: Any, **given: Any) -> Tensor | None:
+    return dense_mask(*arguments, padding="right", **given)
+
+
+def _left_padded(*arguments: Any, **given: Any) -> Tensor | None:
+    return dense_mask(*arguments, padding="left", **given)
+
+
+_padded: Final[dict[str | None, Callable[..., Tensor | None]]] = {
+    None: dense_mask, "right": _right_padded, "left": _left_padded,
+}  # fmt: skip
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _dense_mask(*arguments: Any, **given: Any) -> Tensor | None:
+def _dense_mask(padding: Padding | None, *arguments: Any, **given: Any) -> Tensor | None:
     config = given.get("config")
     if config is not None and not _is_called_sdpa(config):
         unlike = _unlike_sdpa(type(config).__module__.replace("configuration_", "modeling_"))
@@ -541,7 +566,7 @@ def _dense_mask(*arguments: Any, **given: Any) -> Tensor | None:
     with torch.inference_mode(mode=False), torch.no_grad():
         mask = _sdpa_mask(**given)
         if type(mask) is Tensor and not mask.is_inference():
-            info = _structure(given, mask.shape[-2], mask.shape[-1])
+            info = _structure(given, mask.shape[-2], mask.shape[-1], padding)
             if info is not None:
                 _carried[mask] = _Carried(info, mask._version, (mask.shape[-2], mask.shape[-1]))
     return mask
@@ -557,7 +582,7 @@ def _info_of(mask: Tensor | None, query: Tensor, key: Tensor) -> MaskInfo | None
     return found.info if fits and (keys is None or keys.shape[0] == query.shape[0]) else None
 
 
-def _structure(given: dict[str, Any], q_length: int, k_length: int) -> MaskInfo | None:
+def _structure(given: dict[str, Any], q_length: int, k_length: int, padding: Padding | None = None) -> MaskInfo | None:
     """The structure that a mask is made from, when that is certain. Waits for no device."""
     parts = _parts(given.get("mask_function", causal_mask_function))
     offset = given.get("kv_offset", 0)
@@ -576,8 +601,16 @@ def _structure(given: dict[str, Any], q_length: int, k_length: int) -> MaskInfo 
     real = real[:, offset : offset + k_length]
     keys[:, : real.shape[1]] = real
     if keys.device.type != "cpu":
-        return MaskInfo(keys, *parts)
+        return MaskInfo(keys, *parts, None if padding is None else _held_to(padding, keys))
     return mask_for(0, k_length, keys=keys, causal=parts[0], window=parts[1]).info  # reads where the padding lies
+
+
+def _held_to(padding: Padding, keys: Tensor) -> Padding:
+    """The side that was said, of keys that the device is told to check without anybody waiting."""
+    before, after = keys[:, :-1], keys[:, 1:]
+    as_said = (after <= before if padding == "right" else after >= before).all()
+    torch._assert_async(as_said, f"a batch is not padded on the {padding}, as fuseboard's register() was told")
+    return padding
 
 
 def _first_query(given: dict[str, Any], q_length: int) -> int | None:
