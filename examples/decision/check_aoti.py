@@ -208,6 +208,8 @@ def export(model: torch.nn.Module, example: Inputs, path: Path) -> Any:
     from fuseboard.engine import aot
 
     rows, tokens, slots = Dim("rows", min=1, max=8), 16 * Dim("tokens16", min=2, max=32), Dim("slots", min=2, max=8)
+    if torch.__version__.startswith("2.6."):
+        tokens = Dim.AUTO  # its C++ code for sizes that are computed does not compile
     text, marks = {0: rows, 1: tokens}, {0: rows, 1: slots}
     return aot.export(model, example, path, dynamic_shapes=(text, text, marks, marks), policy="auto")
 
