@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import os
@@ -9,11 +10,16 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # for `clean`
+
+from clean import copy, wheel
 
 ENGINE = Path(__file__).resolve().parents[2] / "examples" / "decision"
 COMPILER = next(filter(shutil.which, ("g++", "clang++", "c++")), None)
@@ -41,13 +47,20 @@ def script() -> ModuleType:
     return module
 
 
+def commands() -> list[list[str]]:
+    """What the README says to type."""
+    text = "\n".join(re.findall(r"^```sh\n(.*?)^```", (ENGINE / "README.md").read_text(), re.MULTILINE | re.DOTALL))
+    return [line.partition("#")[0].split() for line in text.splitlines()]
+
+
 @pytest.fixture(scope="module")
 def packaged(tmp_path_factory):
     """What the script makes of the smallest model that has both kinds of layer, in bfloat16."""
     if COMPILER is None:
         pytest.skip("needs a C++ compiler")
     folder = tmp_path_factory.mktemp("aoti")
-    status, said = check(folder, "--device", "cpu", "--quick", "--layers", "2")
+    (command,) = commands()
+    status, said = check(folder, *command[4:], "--layers", "2")
     assert status == 0, said
     return folder, said
 
@@ -287,15 +300,32 @@ def test_the_readmes_python_runs():
     assert len(text.splitlines()) <= 60
 
 
-def test_the_readmes_commands_are_the_scripts(script, tmp_path):
-    text = (ENGINE / "README.md").read_text()
-    lines = "\n".join(re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)).splitlines()
-    commands = [line.partition("#")[0].split() for line in lines]
+def test_the_readmes_command_is_the_one_that_is_tried_here():
+    assert [each[:4] for each in commands()] == [["python", "check_aoti.py", "--output-dir", "out"]]
 
-    assert [each[:2] for each in commands] == [["python", "check_aoti.py"]]
-    for command in commands:
-        args = script.arguments(command[2:])
-        assert (args.device, args.quick, str(args.output_dir)) == ("cpu", True, "out")
+
+def test_the_engine_depends_on_the_core_alone():
+    allowed = {"fuseboard", "decision", "torch", "attrs", "safetensors"}
+    for path in sorted((ENGINE / "decision").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names]
+                for name in names:
+                    # Public names of the core alone: nothing below `fuseboard` itself.
+                    assert name == "fuseboard" or not name.startswith("fuseboard."), (path.name, name)
+                    first = name.partition(".")[0]
+                    plugin = path.name == "accelerated.py" and first == "fuseboard_tilelang"
+                    assert first in allowed | set(sys.stdlib_module_names) or plugin, (path.name, name)
+
+
+def test_the_engine_is_a_wheel_without_its_scripts(tmp_path):
+    pytest.importorskip("hatchling", reason="builds wheels")
+    with zipfile.ZipFile(wheel(copy(ENGINE, tmp_path / "source"), tmp_path)) as made:
+        names = {name for name in made.namelist() if ".dist-info/" not in name}
+        (metadata,) = (made.read(name).decode() for name in made.namelist() if name.endswith("METADATA"))
+
+    assert names == {f"decision/{path.name}" for path in (ENGINE / "decision").glob("*.py")}
+    assert re.findall(r"^Requires-Dist: (.*)$", metadata, re.MULTILINE) == ["fuseboard>=0.1", "safetensors"]
 
 
 @pytest.mark.gpu

@@ -35,13 +35,13 @@ class DecisionModel(nn.Module):
         self.requires_grad_(requires_grad=False)
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, marker_positions: Tensor, marker_mask: Tensor
+        self, input_ids: Tensor, attention_mask: Tensor | None, marker_positions: Tensor, marker_mask: Tensor
     ) -> Logits:
         """Both heads' logits.
 
         Args:
             input_ids: `(batch, length)`, int64.
-            attention_mask: `(batch, length)`, not 0 for a real token.
+            attention_mask: `(batch, length)`, not 0 for a real token; None when all are.
             marker_positions: `(batch, slots)`, int64: where in the row each option's marker is.
             marker_mask: `(batch, slots)`, bool, True for a slot with an option.
         """
