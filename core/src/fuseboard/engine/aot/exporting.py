@@ -339,11 +339,11 @@ class _Sizes:
             return int(expression)
         from torch.utils._sympy.printers import PythonPrinter  # noqa: PLC0415 - sympy, for those who export
 
-        text = str(PythonPrinter().doprint(expression))
         try:
+            text = str(PythonPrinter().doprint(expression))
             parsed(text)
-        except ValueError as error:
-            msg = f"the graph depends on sizes in a way that no call could be checked for: {error}."
+        except (AssertionError, NotImplementedError, ValueError) as error:  # the printer's own, and ours
+            msg = f"the graph depends on sizes in a way that no call could be checked for: {expression} ({error})."
             raise ExportError("sizes", msg) from error
         self._used |= {str(each): each for each in expression.free_symbols}
         return text
