@@ -14,7 +14,7 @@ import attrs
 
 from fuseboard_tilelang import _package
 
-__all__ = ["ACCUMULATOR", "GPU_DTYPES", "Arg", "Program", "Tile", "tile"]
+__all__ = ["ACCUMULATOR", "GPU_DTYPES", "Arg", "Factory", "Program", "Tile", "tile"]
 
 GPU_DTYPES = ("bfloat16", "float16")
 CPU_DTYPE = "float32"
@@ -98,6 +98,10 @@ class Program:
     scalars: tuple[str, ...]
     cpu: bool
     passes: Mapping[str, Any]
+
+
+Factory: TypeAlias = "Callable[..., Program]"
+"""One of the five, such as `gemm_kernel`."""
 
 
 def program(

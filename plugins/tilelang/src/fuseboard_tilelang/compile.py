@@ -7,16 +7,15 @@ with the call, and then writes out of bounds; a None in a tensor's place ends th
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fuseboard_tilelang import _package
-from fuseboard_tilelang._tile import Arg, Program
+from fuseboard_tilelang._tile import Arg, Factory, Program
 
-__all__ = ["Compiled", "compile_cpu", "compile_gpu", "lowered", "rows_are_whole", "target_of"]
+__all__ = ["Compiled", "compile_cpu", "compile_gpu", "lowered", "made", "rows_are_whole", "target_of"]
 
 ALIGNMENT = 16  # bytes, of addresses and strides: loads are as wide, and the hardware's copies of tiles ask for it
 CPU_FLAGS = ["-O2"]  # without any, g++ does not optimise: 6 times slower
@@ -152,7 +151,7 @@ def rows_are_whole(tensor: Tensor) -> bool:
     )
 
 
-def compile_cpu(factory: Callable[..., Program], *args: Any, **kwargs: Any) -> Compiled:
+def compile_cpu(factory: Factory, *args: Any, **kwargs: Any) -> Compiled:
     """The kernel's CPU form, made once and kept: all its tensors are contiguous float32 ones, lengths int32.
 
     It is there to check the algorithm without a GPU, and for machines that have none; it is no fast one.
@@ -175,11 +174,11 @@ def compile_cpu(factory: Callable[..., Program], *args: Any, **kwargs: Any) -> C
     with _lock:
         if key not in _kept:
             program = factory(*args, cpu=True, dtype="float32", **kwargs)
-            _kept[key] = Compiled(program, _compile(program, "c", execution_backend="cython", compile_flags=CPU_FLAGS))
+            _kept[key] = Compiled(program, made(program, "c", execution_backend="cython", compile_flags=CPU_FLAGS))
         return _kept[key]
 
 
-def compile_gpu(factory: Callable[..., Program], *args: Any, target: str | None = None, **kwargs: Any) -> Compiled:
+def compile_gpu(factory: Factory, *args: Any, target: str | None = None, **kwargs: Any) -> Compiled:
     """The kernel for a GPU, made once and kept.
 
     Args:
@@ -204,11 +203,11 @@ def compile_gpu(factory: Callable[..., Program], *args: Any, target: str | None 
         if key not in _kept:
             program = factory(*args, **kwargs)
             backend = "nvrtc" if _package.nvcc() is None else "tvm_ffi"
-            _kept[key] = Compiled(program, _compile(program, _cuda(arch), execution_backend=backend))
+            _kept[key] = Compiled(program, made(program, _cuda(arch), execution_backend=backend))
         return _kept[key]
 
 
-def lowered(factory: Callable[..., Program], *args: Any, target: str = "sm_90a", **kwargs: Any) -> str:
+def lowered(factory: Factory, *args: Any, target: str = "sm_90a", **kwargs: Any) -> str:
     """The CUDA source of a kernel, for which neither a GPU nor a compiler is needed."""
     tilelang = _package.load()
     program = factory(*args, **kwargs)
@@ -233,5 +232,6 @@ def _passes(program: Program) -> dict[Any, Any]:
     return {keys[name].value: value for name, value in program.passes.items()}
 
 
-def _compile(program: Program, target: Any, **options: Any) -> Any:
+def made(program: Program, target: Any, **options: Any) -> Any:
+    """TileLang's kernel for a target as TileLang names it, unchecked and not kept."""
     return _package.load().compile(program.func, target=target, pass_configs=_passes(program), **options)

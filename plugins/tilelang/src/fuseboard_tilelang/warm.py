@@ -5,15 +5,15 @@ from __future__ import annotations
 import concurrent.futures
 import multiprocessing
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from fuseboard_tilelang._tile import Program
+from fuseboard_tilelang._tile import Factory
 from fuseboard_tilelang.compile import compile_cpu, compile_gpu, target_of
 
 __all__ = ["Job", "warm"]
 
-Job: TypeAlias = "tuple[Callable[..., Program], Sequence[int | None], Mapping[str, Any]]"
+Job: TypeAlias = "tuple[Factory, Sequence[int | None], Mapping[str, Any]]"
 """A factory, its sizes, its options."""
 
 
@@ -37,7 +37,7 @@ def warm(jobs: Sequence[Job], *, target: str | None = None, workers: int | None 
         return list(pool.map(_one, [(where, *job) for job in jobs]))
 
 
-def _one(job: tuple[str, Callable[..., Program], Sequence[int | None], Mapping[str, Any]]) -> str | None:
+def _one(job: tuple[str, Factory, Sequence[int | None], Mapping[str, Any]]) -> str | None:
     target, factory, sizes, options = job
     try:
         if target == "c":

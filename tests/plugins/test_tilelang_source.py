@@ -1,0 +1,132 @@
+"""What TileLang makes of the kernels: CUDA source by its digest, and why the GPU form does not compile for target `c`.
+
+Both are pinned to versions of TileLang; with another one they are skipped, and are to be looked at anew.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from fuseboard_tilelang import (
+    _package,
+    _tile,
+    add_ln_kernel,
+    attn_kernel,
+    compile_cpu,
+    digests,
+    gemm_geglu_kernel,
+    gemm_kernel,
+    rope_kernel,
+)
+from fuseboard_tilelang import compile as compiling
+
+PINNED = "0.1.15"
+KERNELS = {
+    "gemm": (gemm_kernel, (128, 64)),
+    "geglu": (gemm_geglu_kernel, (64, 64)),
+    "add_ln": (add_ln_kernel, (128,)),
+    "rope": (rope_kernel, (2, 64)),
+    "attn": (attn_kernel, (1, 64, 2, 64)),
+}
+INTERNAL = "InternalError"
+LAYOUT = "layout_map.count(buffer) != 0 (0 vs. 0) : The layout for fragment {} can not be inferred correctly."
+FILL = "CPU fill only supports local and global buffers, but got dst scope `local.fragment`."
+REDUCE = (
+    "CPU reduce only supports local src and local/local.var dst buffers, got src scope `local.fragment` and dst scope "
+    "`local.fragment`."
+)
+BFLOAT16 = "Cannot convert type bfloat16 to C type"
+UNDEFINED = "undefined.size() == 0 ({} vs. 0) : In PrimFunc {} variables ({}) are used, but are not passed in as API"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def able() -> None:
+    problem = _package.cpu_problem()
+    if problem is not None:
+        pytest.skip(problem)
+
+
+@pytest.fixture
+def pinned() -> None:
+    if _package.version() != PINNED:
+        pytest.skip(f"these texts are TileLang {PINNED}'s, installed is {_package.version()}")
+
+
+def test_the_gpu_s_source_is_the_one_whose_digest_is_stored() -> None:
+    then = digests.stored().get(_package.version() or "")
+    if then is None:
+        pytest.skip(f"no digests are stored for TileLang {_package.version()}")
+    compile_cpu(gemm_kernel, 128, 64, bias=True, residual=True, act="gelu")  # which must change nothing
+
+    assert dict(digests.found()) == then
+
+
+def test_every_kernel_and_dtype_has_a_digest() -> None:
+    wanted = {f"{name} {dtype}" for name in digests.CASES for dtype in _tile.GPU_DTYPES}
+
+    assert {factory for factory, _, _ in digests.CASES.values()} == {factory for factory, _ in KERNELS.values()}
+    assert all(each.keys() == wanted for each in digests.stored().values())
+    assert PINNED in digests.stored()
+
+
+def failure(kernel: str, dtype: str, *, cpu: bool = False) -> tuple[str, str]:
+    """The error of compiling a kernel for target `c`: its class and text."""
+    factory, sizes = KERNELS[kernel]
+    program = factory(*sizes, dtype=dtype, cpu=cpu)
+    try:
+        compiling.made(program, "c", execution_backend="cython")
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", "it compiles"
+
+
+@pytest.mark.usefixtures("pinned")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("kernel", "text"),
+    [("gemm", LAYOUT.format("y")), ("geglu", FILL), ("add_ln", REDUCE), ("attn", LAYOUT.format("p"))],
+)
+def test_fragments_are_what_first_keeps_the_gpu_form_from_compiling(kernel: str, text: str, dtype: str) -> None:
+    name, said = failure(kernel, dtype)
+
+    assert name == INTERNAL
+    assert text in said
+
+
+@pytest.mark.usefixtures("pinned")
+def test_rope_which_has_no_fragment_fails_for_its_dtype(capfd: pytest.CaptureFixture[str]) -> None:
+    name, said = failure("rope", "bfloat16")
+    assert (name, BFLOAT16 in said) == (INTERNAL, True)
+
+    name, said = failure("rope", "float16")
+    assert (name, "Compilation Failed!" in said) == ("RuntimeError", True)
+    assert "vec_type<float, 4>::vec_type(half4&)" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("pinned")
+@pytest.mark.parametrize(
+    ("kernel", "text"),
+    [
+        ("gemm", UNDEFINED.format(3, "gemm", "ws, xs, ys")),
+        ("geglu", UNDEFINED.format(4, "gemm_geglu", "us, vs, xs, ys")),
+        ("add_ln", BFLOAT16),
+        ("rope", BFLOAT16),
+        ("attn", UNDEFINED.format(5, "attn", "ks, outs, p, qs, vs")),
+    ],
+)
+def test_with_local_buffers_bfloat16_is_what_keeps_it_from_compiling(
+    kernel: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_tile, "CPU_DTYPE", "bfloat16")
+    name, said = failure(kernel, "bfloat16", cpu=True)
+
+    assert name == INTERNAL
+    assert text in said
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_with_any_version_the_gpu_form_does_not_compile_for_c(kernel: str) -> None:
+    if _package.version() == PINNED:
+        pytest.skip("told in detail above")
+
+    assert failure(kernel, "bfloat16")[0]
