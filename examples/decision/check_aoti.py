@@ -214,26 +214,30 @@ def export(model: torch.nn.Module, example: Inputs, path: Path) -> Any:
     return aot.export(model, example, path, dynamic_shapes=(text, text, marks, marks), policy="auto")
 
 
-def check(args: argparse.Namespace, device: torch.device, folder: Path) -> dict[str, Any]:
-    """All stages; `ok` in what it gives says whether every comparison holds."""
+def wanted(args: argparse.Namespace) -> Any:
+    """The model, in float32 on the CPU."""
     from decision import weights
 
+    if args.model is not None:
+        return weights.load(args.model, seed=args.seed, dtype=torch.float32)
+    size = weights.SIZES[args.size]
+    if args.layers is not None:
+        kinds = [size.layer_types[index % len(size.layer_types)] for index in range(args.layers)]
+        size = attrs.evolve(size, num_hidden_layers=args.layers, layer_types=tuple(kinds))
+    return weights.random_model(size, seed=args.seed)
+
+
+def check(args: argparse.Namespace, device: torch.device, folder: Path) -> dict[str, Any]:
+    """All stages; `ok` in what it gives says whether every comparison holds."""
     from fuseboard.engine import aot
     from fuseboard.engine.freeze import freeze
 
+    began = time.perf_counter()
     dtype = DTYPES[args.dtype]
     seconds: dict[str, float] = {}
     before = snapshot(device)
     with clock(seconds, "model"):
-        if args.model is None:
-            size = weights.SIZES[args.size]
-            if args.layers is not None:
-                kinds = [size.layer_types[index % len(size.layer_types)] for index in range(args.layers)]
-                size = attrs.evolve(size, num_hidden_layers=args.layers, layer_types=tuple(kinds))
-            stock = weights.random_model(size, seed=args.seed)
-        else:
-            stock = weights.load(args.model, seed=args.seed, dtype=torch.float32)
-        stock = stock.to(device)
+        stock = wanted(args).to(device)
         explicit = copy.deepcopy(stock).to(dtype)
     config = stock.config
     inputs = batches(config.vocab_size, config.pad_token_id or 0, args.seed, device)
@@ -290,6 +294,7 @@ def check(args: argparse.Namespace, device: torch.device, folder: Path) -> dict[
         )
         if one in gave and other in gave
     }
+    seconds["all"] = time.perf_counter() - began
     good = holds(comparisons["AOTI against explicit eager"], args.tolerance) and fresh["ok"]
     return {
         "status": "ok" if good else "failed",

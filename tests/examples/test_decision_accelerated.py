@@ -40,6 +40,7 @@ def batch_of(*lengths: int, device: str = "cpu") -> Batch:
 
 
 @on_kernels
+@pytest.mark.slow
 def test_the_kernels_give_the_models_answers():
     model = weights.random_model(SMALL)
     fast = accelerate(model)
@@ -48,6 +49,7 @@ def test_the_kernels_give_the_models_answers():
 
 
 @on_kernels
+@pytest.mark.slow
 def test_biases_are_taken_where_there_are_some():
     config = attrs.evolve(SMALL, norm_bias=True, mlp_bias=True, attention_bias=True)
     model = weights.random_model(config)
