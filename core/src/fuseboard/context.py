@@ -52,6 +52,18 @@ BOUND: contextvars.ContextVar[Binding | None] = contextvars.ContextVar("fuseboar
 # for the value, without a guard.
 in_graphs = threading.local()
 
+
+@contextlib.contextmanager
+def tell_graphs(**values: Any) -> Iterator[None]:
+    """Set attributes of `in_graphs` for a block, on this thread."""
+    before = {name: getattr(in_graphs, name, None) for name in values}
+    vars(in_graphs).update(values)
+    try:
+        yield
+    finally:
+        vars(in_graphs).update(before)
+
+
 # For threads that have no context of their own: autograd runs backward, and gradient checkpointing re-runs forward,
 # there.
 process: Binding | None = None

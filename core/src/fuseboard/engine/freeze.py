@@ -98,13 +98,8 @@ def freeze(
     named, run = _example_of(what, example)
     frozen = Frozen(policy_for(policy))
     record = Run()
-    before = getattr(_here, "frozen_for", False)
-    _here.frozen_for = True
-    try:
-        with frozen.bind(record):
-            run()
-    finally:
-        _here.frozen_for = before
+    with frozen.bind(record), context.tell_graphs(frozen_for=True):
+        run()
     frozen._seal(named, record)
     return frozen
 
@@ -176,13 +171,8 @@ class Frozen:
         traced with another choice, or without, are not used meanwhile, nor this one's afterwards.
         """
         _told_to_dynamo()
-        before = getattr(_here, "attention", None)
-        with self:
-            _here.attention = self.attention
-            try:
-                yield self
-            finally:
-                _here.attention = before
+        with self, context.tell_graphs(attention=self.attention):
+            yield self
 
     def __enter__(self) -> Frozen:  # noqa: PYI034 - final in spirit; `Self` needs Python 3.11
         self._bind.__enter__()
