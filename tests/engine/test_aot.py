@@ -23,6 +23,7 @@ from torch.autograd import forward_ad
 import fuseboard as fb
 from fuseboard.engine import aot
 from fuseboard.engine.aot import archive
+from fuseboard.engine.aot.exporting import _attention, _Sizes
 from fuseboard.engine.aot.tracing import attention_in_trace
 from fuseboard.engine.freeze import NotFrozenError
 from fuseboard.policy import policy_for
@@ -705,6 +706,18 @@ def test_the_policys_kernel_is_in_the_graph():
     answers, code = traced("auto")
     assert answers == {"tests.aot": {"every call": "reference"}}
     assert "aten.scaled_dot_product_attention" in code
+
+
+def test_lengths_that_torchs_operator_forgets_to_compare_are_conditions():
+    auto, inputs = torch.export.Dim.AUTO, tuple(qkv(length=6))
+    with torch.no_grad(), quiet():
+        program = torch.export.export(Case(), inputs, dynamic_shapes=[{2: auto}] * 3, strict=False)
+    values = [each.meta["val"] for each in program.graph.nodes if each.op == "placeholder"]
+    sizes = _Sizes(values)
+    _, k, v = (sizes.text(each.shape[2]) for each in values)
+
+    assert set(_attention(program, sizes)) <= {f"({k}) == ({v})"}
+    assert k == v or list(_attention(program, sizes)) == [f"({k}) == ({v})"]
 
 
 def test_what_is_bound_around_an_export_does_not_count():

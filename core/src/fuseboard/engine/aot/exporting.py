@@ -280,7 +280,7 @@ def _contract(
         inputs=tuple(taken),
         outputs=tuple(_output(nodes[each.name].meta["val"], sizes) for each in outputs),
         symbols=sizes.symbols(),
-        guards=(*sizes.guards(), *_small(taken, device)),
+        guards=tuple(dict.fromkeys((*sizes.guards(), *_attention(program, sizes), *_small(taken, device)))),
         positional=positional,
         keywords=keywords,
         flat=flat,
@@ -462,6 +462,23 @@ def _output(value: Tensor, sizes: _Sizes) -> Output:
         str(value.dtype).removeprefix("torch."), tuple(sizes.size(each) for each in value.shape),
         tuple(sizes.text(each) for each in value.stride()), value.device.type,
     )  # fmt: skip
+
+
+def _attention(program: Any, sizes: _Sizes) -> Iterator[str]:
+    """What attention asks of its operands' sizes. Traced, torch's operator does not ask, and neither do all kernels."""
+    for node in program.graph.nodes:
+        if "scaled_dot_product" not in _operator(node):
+            continue
+        q, k, v = (each.meta["val"].shape for each in node.args[:3])
+        pairs = [(k[-2], v[-2]), *zip(q[:-3], k[:-3], strict=False), *zip(q[:-3], v[:-3], strict=False)]
+        mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")  # noqa: PLR2004
+        if isinstance(mask, torch.fx.Node):
+            pairs += zip(reversed(mask.meta["val"].shape), (k[-2], q[-2]), strict=False)
+        for one, other in pairs:
+            left, right = sizes.text(one), sizes.text(other)
+            fixed = isinstance(left, int) and isinstance(right, int)  # torch has compared those
+            if left != right and not fixed and 1 not in (left, right):
+                yield f"({left}) == ({right})"
 
 
 def _small(inputs: list[Input | Constant], device: torch.device) -> Iterator[str]:
