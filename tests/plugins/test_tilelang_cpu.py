@@ -182,7 +182,7 @@ def test_attention_is_float64_s(
     lengths: tuple[int, int], window: tuple[int | None, int | None] | None, causal: bool, ragged: bool
 ) -> None:
     n_q, n_k = lengths
-    q, k, v = torch.randn(4, 4, n_q, 64), torch.randn(4, 2, n_k, 64), torch.randn(4, 2, n_k, 64)
+    q, k, v = torch.randn(4, 2, n_q, 64), torch.randn(4, 1, n_k, 64), torch.randn(4, 1, n_k, 64)
     before, behind = (n_k + n_q if side is None else side for side in window or (None, None))
     shift = torch.arange(n_k) - torch.arange(n_q)[:, None] - (n_k - n_q)
     mask = ((shift >= -before) & (shift <= (0 if causal else behind))).expand(4, 1, n_q, n_k)

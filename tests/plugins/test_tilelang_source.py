@@ -126,7 +126,4 @@ def test_with_local_buffers_bfloat16_is_what_keeps_it_from_compiling(
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_with_any_version_the_gpu_form_does_not_compile_for_c(kernel: str) -> None:
-    if _package.version() == PINNED:
-        pytest.skip("told in detail above")
-
     assert failure(kernel, "bfloat16")[0]
