@@ -216,7 +216,7 @@ def test_a_tail_of_keys_takes_no_weight() -> None:
         assert got.unique().tolist() == [1.0]
 
 
-@pytest.mark.parametrize("layout", ["packed", "tokens", "expanded", "unaligned", "strided"])
+@pytest.mark.parametrize("layout", ["packed", "tokens", "expanded", "unaligned", "strided", "odd"])
 def test_rows_may_lie_anywhere(layout: str) -> None:
     b, s, h, d = 2, 130, 4, 64
     if layout == "packed":
@@ -227,6 +227,8 @@ def test_rows_may_lie_anywhere(layout: str) -> None:
         q, k, v = draw(b, h, s, d), *(draw(1, 1, s, d, seed=seed).expand(b, h, s, d) for seed in (1, 2))
     elif layout == "unaligned":
         q, k, v = (draw(b * h * s * d + 1, seed=seed)[1:].view(b, h, s, d) for seed in range(3))
+    elif layout == "odd":  # a stride of 3 where there is one element: contiguous to torch
+        q, k, v = (draw(1, h, s, d, seed=seed).as_strided((1, h, s, d), (3, s * d, d, 1)) for seed in range(3))
     else:
         q, k, v = (draw(b, h, d, s, seed=seed).transpose(2, 3) for seed in range(3))
     with fb.bind(fb.policy_for("tilelang", True)):

@@ -30,6 +30,7 @@ INSTALL = (
 """What TileLang needs besides torch, which it would replace if it were left to resolve it."""
 
 _CACHE = "TILELANG_CACHE_DIR"
+_CHANGED = (_CACHE, "PYTHONPATH", "TVM_LIBRARY_PATH", "TL_CUTLASS_PATH", "TL_TEMPLATE_PATH")
 _COMPILERS = ("g++", "clang++", "c++")
 _lock = threading.Lock()
 _loaded: ModuleType | None = None
@@ -116,7 +117,7 @@ def load() -> ModuleType:
     """TileLang, imported once.
 
     Raises:
-        ImportError: It is not installed, of a version that is not known to work, or cannot be imported.
+        ImportError: It is not installed, has no place for what it compiles, or cannot be imported.
     """
     global _loaded  # noqa: PLW0603 - a package is imported once a process
     if _loaded is not None:
@@ -126,33 +127,40 @@ def load() -> ModuleType:
             problem = _missing()
             if problem is not None:
                 raise ImportError(problem, name="tilelang")
-            with _as_it_was(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                found = importlib.import_module("tilelang")
-                # These are read from the environment at every use, which is put back; so they are said to it here.
-                settings = found.env
-                settings.TILELANG_CACHE_DIR = os.environ[_CACHE]
-                for attribute, name in (
-                    ("CUTLASS_INCLUDE_DIR", "TL_CUTLASS_PATH"),
-                    ("TILELANG_TEMPLATE_PATH", "TL_TEMPLATE_PATH"),
-                    ("TVM_LIBRARY_PATH", "TVM_LIBRARY_PATH"),
-                ):
-                    if name in os.environ:
-                        setattr(settings, attribute, os.environ[name])
-                settings.TILELANG_PRINT_ON_COMPILATION = "0"
-                logging.getLogger("tilelang").setLevel(logging.ERROR)
-            _loaded = found
+            imported = sys.modules.get("tilelang")
+            _loaded = imported if imported is not None else _imported()  # who imported it has settled it too
         return _loaded
+
+
+def _imported() -> ModuleType:
+    with _as_it_was(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = importlib.import_module("tilelang")
+        logging.getLogger("tilelang").setLevel(logging.ERROR)  # it tells of every compilation
+        # It reads these from the environment at every use, which is put back; so they are said to it here.
+        settings = found.env
+        for attribute, name in (
+            ("TILELANG_CACHE_DIR", _CACHE),
+            ("CUTLASS_INCLUDE_DIR", "TL_CUTLASS_PATH"),
+            ("TILELANG_TEMPLATE_PATH", "TL_TEMPLATE_PATH"),
+            ("TVM_LIBRARY_PATH", "TVM_LIBRARY_PATH"),
+        ):
+            if name in os.environ:
+                setattr(settings, attribute, os.environ[name])  # fuseboard: allow(as its import has just set it)
+    return found
 
 
 @contextlib.contextmanager
 def _as_it_was() -> Iterator[None]:
-    """Put back the environment and the search path, whatever happens inside; the cache folder is named inside."""
-    environ, path = dict(os.environ), list(sys.path)
+    """Put back what TileLang's import changes, whatever happens inside; the cache folder is named inside."""
+    environ, path = {name: os.environ.get(name) for name in _CHANGED}, list(sys.path)
     os.environ[_CACHE] = str(cache_folder())
     try:
         yield
     finally:
-        os.environ.clear()
-        os.environ.update(environ)
+        for name, value in environ.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
         sys.path[:] = path

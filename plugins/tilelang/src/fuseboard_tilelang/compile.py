@@ -126,14 +126,14 @@ class Compiled:
                 raise ValueError(msg)
 
     def _check_layout(self, label: str, arg: Arg, tensor: Tensor) -> None:
-        name = self.program.name
-        if not tensor.is_contiguous() and not (arg.strided and not self.program.cpu and rows_are_whole(tensor)):
-            rows = " (rows may lie anywhere, on multiples of 16 bytes)" if arg.strided and not self.program.cpu else ""
+        name, gpu = self.program.name, not self.program.cpu
+        if not (rows_are_whole(tensor) if arg.strided and gpu else tensor.is_contiguous()):
+            rows = f" or, but for the last dimension, any strides of whole {ALIGNMENT} bytes" if arg.strided else ""
             msg = (
                 f"{name}: {label} has strides {tensor.stride()}; expected a contiguous tensor{rows}. Call contiguous()."
             )
             raise ValueError(msg)
-        if not self.program.cpu and tensor.data_ptr() % ALIGNMENT:
+        if gpu and tensor.data_ptr() % ALIGNMENT:
             msg = f"{name}: {label} starts at an address that is no multiple of {ALIGNMENT} bytes; clone it."
             raise ValueError(msg)
 
@@ -143,12 +143,13 @@ def _shape(arg: Arg) -> str:
 
 
 def rows_are_whole(tensor: Tensor) -> bool:
-    """Whether the last dimension is dense, and the others lie apart by whole units of what is loaded at once."""
+    """Whether the last dimension is dense, and the others lie apart by whole units of what is loaded at once.
+
+    Also those of one element, whose stride means nothing to torch, and which the hardware's copy checks all the same.
+    """
     *strides, last = tensor.stride()
     unit = ALIGNMENT // tensor.element_size()
-    return last == 1 and all(
-        stride > 0 and stride % unit == 0 for stride, size in zip(strides, tensor.shape, strict=False) if size > 1
-    )
+    return last == 1 and all(stride > 0 and stride % unit == 0 for stride in strides)
 
 
 def compile_cpu(factory: Factory, *args: Any, **kwargs: Any) -> Compiled:
