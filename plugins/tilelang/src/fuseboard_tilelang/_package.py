@@ -1,7 +1,8 @@
 """TileLang itself: whether it can work here, by looking, and the one place that imports it.
 
 Its import writes four environment variables that child processes would inherit, puts folders first in `sys.path`, and
-fails where its cache folder cannot be made. So the folder is settled before, and the rest is put back after.
+fails where its cache folder cannot be made. So the folder is tried before, and the rest is put back after: what it needs
+of them it has read by then.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ INSTALL = (
 """What TileLang needs besides torch, which it would replace if it were left to resolve it."""
 
 _CACHE = "TILELANG_CACHE_DIR"
-_CHANGED = (_CACHE, "PYTHONPATH", "TVM_LIBRARY_PATH", "TL_CUTLASS_PATH", "TL_TEMPLATE_PATH")
+_CHANGED = ("PYTHONPATH", "TVM_LIBRARY_PATH", "TL_CUTLASS_PATH", "TL_TEMPLATE_PATH")
 _COMPILERS = ("g++", "clang++", "c++")
 _lock = threading.Lock()
 _loaded: ModuleType | None = None
@@ -52,6 +53,8 @@ def cache_folder() -> Path:
 def _missing() -> str | None:
     if importlib.util.find_spec("tilelang") is None:
         return f"TileLang is not installed: {INSTALL}"
+    if os.environ.get(_CACHE) == "":
+        return f"{_CACHE} is empty; TileLang takes that for a folder's name: unset it, or name one"
     folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -137,6 +140,58 @@ def _imported() -> ModuleType:
         warnings.simplefilter("ignore")
         found = importlib.import_module("tilelang")
         logging.getLogger("tilelang").setLevel(logging.ERROR)  # it tells of every compilation
+    return found
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        for file in importlib.metadata.files("nvidia-cuda-nvcc") or ():
+            if file.name == "nvcc":
+                return str(file.locate())
+    return shutil.which("nvcc", path="/usr/local/cuda/bin")
+
+
+def gpu_problem() -> str | None:
+    """Why no kernel can be made for a GPU here, or None. Nothing is imported."""
+    missing = _missing()
+    if missing is not None:
+        return missing
+    if nvcc() is None and not _nvrtc():
+        return (
+            "TileLang compiles with nvcc, which is neither in $CUDA_HOME nor on PATH; install the CUDA toolkit, or the "
+            "compiler alone: pip install nvidia-cuda-nvcc nvidia-cuda-cccl. Or compile without it: pip install "
+            "cuda-python"
+        )
+    return None
+
+
+def _nvrtc() -> bool:
+    with contextlib.suppress(ModuleNotFoundError):
+        return importlib.util.find_spec("cuda.bindings.nvrtc") is not None
+    return False
+
+
+def load() -> ModuleType:
+    """TileLang, imported once.
+
+    Raises:
+        ImportError: It is not installed, has no place for what it compiles, or cannot be imported.
+    """
+    global _loaded  # noqa: PLW0603 - a package is imported once a process
+    if _loaded is not None:
+        return _loaded
+    with _lock:
+        if _loaded is None:
+            problem = _missing()
+            if problem is not None:
+                raise ImportError(problem, name="tilelang")
+            imported = sys.modules.get("tilelang")
+            _loaded = imported if imported is not None else _imported()  # who imported it has settled it too
+        return _loaded
+
+
+def _imported() -> ModuleType:
+    with _as_it_was(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = importlib.import_module("tilelang")
+        logging.getLogger("tilelang").setLevel(logging.ERROR)  # it tells of every compilation
         # It reads these from the environment at every use, which is put back; so they are said to it here.
         settings = found.env
         for attribute, name in (
@@ -152,9 +207,8 @@ def _imported() -> ModuleType:
 
 @contextlib.contextmanager
 def _as_it_was() -> Iterator[None]:
-    """Put back what TileLang's import changes, whatever happens inside; the cache folder is named inside."""
+    """Put back what TileLang's import changes, whatever happens inside."""
     environ, path = {name: os.environ.get(name) for name in _CHANGED}, list(sys.path)
-    os.environ[_CACHE] = str(cache_folder())
     try:
         yield
     finally:
