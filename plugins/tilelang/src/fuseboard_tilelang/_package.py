@@ -1,8 +1,8 @@
 """TileLang itself: whether it can work here, by looking, and the one place that imports it.
 
 Its import writes four environment variables that child processes would inherit, puts folders first in `sys.path`, and
-fails where its cache folder cannot be made. So the folder is tried before, and the rest is put back after: what it needs
-of them it has read by then.
+fails where its cache folder cannot be made. So the folder is tried before, and the rest is put back after: what it
+needs of them it has read by then.
 """
 
 from __future__ import annotations
@@ -140,68 +140,6 @@ def _imported() -> ModuleType:
         warnings.simplefilter("ignore")
         found = importlib.import_module("tilelang")
         logging.getLogger("tilelang").setLevel(logging.ERROR)  # it tells of every compilation
-    return found
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        for file in importlib.metadata.files("nvidia-cuda-nvcc") or ():
-            if file.name == "nvcc":
-                return str(file.locate())
-    return shutil.which("nvcc", path="/usr/local/cuda/bin")
-
-
-def gpu_problem() -> str | None:
-    """Why no kernel can be made for a GPU here, or None. Nothing is imported."""
-    missing = _missing()
-    if missing is not None:
-        return missing
-    if nvcc() is None and not _nvrtc():
-        return (
-            "TileLang compiles with nvcc, which is neither in $CUDA_HOME nor on PATH; install the CUDA toolkit, or the "
-            "compiler alone: pip install nvidia-cuda-nvcc nvidia-cuda-cccl. Or compile without it: pip install "
-            "cuda-python"
-        )
-    return None
-
-
-def _nvrtc() -> bool:
-    with contextlib.suppress(ModuleNotFoundError):
-        return importlib.util.find_spec("cuda.bindings.nvrtc") is not None
-    return False
-
-
-def load() -> ModuleType:
-    """TileLang, imported once.
-
-    Raises:
-        ImportError: It is not installed, has no place for what it compiles, or cannot be imported.
-    """
-    global _loaded  # noqa: PLW0603 - a package is imported once a process
-    if _loaded is not None:
-        return _loaded
-    with _lock:
-        if _loaded is None:
-            problem = _missing()
-            if problem is not None:
-                raise ImportError(problem, name="tilelang")
-            imported = sys.modules.get("tilelang")
-            _loaded = imported if imported is not None else _imported()  # who imported it has settled it too
-        return _loaded
-
-
-def _imported() -> ModuleType:
-    with _as_it_was(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = importlib.import_module("tilelang")
-        logging.getLogger("tilelang").setLevel(logging.ERROR)  # it tells of every compilation
-        # It reads these from the environment at every use, which is put back; so they are said to it here.
-        settings = found.env
-        for attribute, name in (
-            ("TILELANG_CACHE_DIR", _CACHE),
-            ("CUTLASS_INCLUDE_DIR", "TL_CUTLASS_PATH"),
-            ("TILELANG_TEMPLATE_PATH", "TL_TEMPLATE_PATH"),
-            ("TVM_LIBRARY_PATH", "TVM_LIBRARY_PATH"),
-        ):
-            if name in os.environ:
-                setattr(settings, attribute, os.environ[name])  # fuseboard: allow(as its import has just set it)
     return found
 
 
