@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 import fuseboard as fb
 from fuseboard.engine import aot
 from fuseboard.engine.aot import archive
-from fuseboard.engine.aot.exporting import _attention, _Sizes
+from fuseboard.engine.aot.graph import GraphSizes, attention_guards
 from fuseboard.engine.aot.tracing import attention_in_trace
 from fuseboard.engine.freeze import NotFrozenError
 from fuseboard.policy import policy_for
@@ -713,11 +713,11 @@ def test_lengths_that_torchs_operator_forgets_to_compare_are_conditions():
     with torch.no_grad(), quiet():
         program = torch.export.export(Case(), inputs, dynamic_shapes=[{2: auto}] * 3, strict=False)
     values = [each.meta["val"] for each in program.graph.nodes if each.op == "placeholder"]
-    sizes = _Sizes(values)
+    sizes = GraphSizes(values)
     _, k, v = (sizes.text(each.shape[2]) for each in values)
 
-    assert set(_attention(program, sizes)) <= {f"({k}) == ({v})"}
-    assert k == v or list(_attention(program, sizes)) == [f"({k}) == ({v})"]
+    assert set(attention_guards(program, sizes)) <= {f"({k}) == ({v})"}
+    assert k == v or list(attention_guards(program, sizes)) == [f"({k}) == ({v})"]
 
 
 def test_what_is_bound_around_an_export_does_not_count():

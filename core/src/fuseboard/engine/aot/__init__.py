@@ -9,7 +9,7 @@ wrong numbers, or ends the process. Here a package knows what it takes (its `Con
 compiled and not from what was wished for, and a call outside of it is one `ContractError`. A file that is damaged, or
 made for another torch, CPU or GPU, is a `PackageError` before any of it runs. Loading compiles nothing.
 
-`contract` says what a package takes, `exporting` makes one, `package` loads one.
+`contract` says what a package takes, `exporting` makes one from what `graph` reads, `package` loads one.
 """
 
 from fuseboard.engine.aot.contract import Constant, Contract, Input, Output, Size, Target

@@ -29,8 +29,17 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fuseboard.engine.aot import archive
-from fuseboard.engine.aot.contract import Constant, Contract, Input, Output, Size, Target, parsed
+from fuseboard.engine.aot.contract import Constant, Contract, Input, Target
 from fuseboard.engine.aot.errors import ExportError
+from fuseboard.engine.aot.graph import (
+    GraphSizes,
+    attention_guards,
+    index_guards,
+    input_of,
+    number_of,
+    output_of,
+    value_limits,
+)
 from fuseboard.engine.aot.package import instructions
 from fuseboard.engine.aot.tracing import attention_in_trace
 from fuseboard.policy import Policy, policy_for
@@ -41,8 +50,6 @@ log = logging.getLogger("fuseboard")
 
 # Tracing and inductor keep tables of the process, and say themselves that they are not for threads.
 _one_at_a_time = threading.Lock()
-GPU_ALIGNMENT = 16
-"""Triton's kernels are compiled for inputs whose address is a multiple of this."""
 
 
 @attrs.frozen
@@ -263,13 +270,13 @@ def _contract(
     positional, keywords = args_tree.num_children, tuple(kwargs_tree.context or ())
     flat = in_tree.num_leaves == positional + len(keywords)
     names = _names(model, names, [each.name for each in inputs], positional, keywords if flat else None)
-    sizes = _Sizes(nodes[each.name].meta["val"] for each in inputs if each.name in nodes)
-    limits = _limits(program, sizes)
+    sizes = GraphSizes(nodes[each.name].meta["val"] for each in inputs if each.name in nodes)
+    limits = value_limits(program, sizes)
     taken: list[Input | Constant] = []
     for name, each in zip(names, inputs, strict=True):
         value = nodes[each.name].meta.get("val") if type(each).__name__ == "TensorArgument" else None
         if isinstance(value, Tensor):
-            made_of = _input(name, value, sizes, each.name in written, device)
+            made_of = input_of(name, value, sizes, each.name in written, device)
             taken.append(attrs.evolve(made_of, values=limits.get(each.name, ())))
         elif hasattr(each, "value"):
             taken.append(Constant(name, each.value))
@@ -278,9 +285,9 @@ def _contract(
             raise ExportError("input", msg)
     made = Contract(
         inputs=tuple(taken),
-        outputs=tuple(_output(nodes[each.name].meta["val"], sizes) for each in outputs),
+        outputs=tuple(output_of(nodes[each.name].meta["val"], sizes) for each in outputs),
         symbols=sizes.symbols(),
-        guards=tuple(dict.fromkeys((*sizes.guards(), *_attention(program, sizes), *_small(taken, device)))),
+        guards=tuple(dict.fromkeys((*sizes.guards(), *attention_guards(program, sizes), *index_guards(taken, device)))),
         positional=positional,
         keywords=keywords,
         flat=flat,
@@ -318,174 +325,6 @@ def _names(
     ]
     first = parameters[:positional] if len(parameters) >= positional else placeholders[:positional]
     return (*first, *keywords)
-
-
-class _Sizes:
-    """The symbols of a trace, as the contract writes them."""
-
-    def __init__(self, values: Any) -> None:
-        modes = [each.fake_mode for each in values if hasattr(each, "fake_mode")]
-        self._env: Any = modes[0].shape_env if modes else None
-        self._used: dict[str, Any] = {}
-
-    def text(self, size: Any) -> int | str:
-        """A number, or an expression as text, of symbols that are then in use."""
-        if not isinstance(size, torch.SymInt):
-            return int(size)
-        return self._text(self._env.replace(size.node.expr))
-
-    def _text(self, expression: Any) -> int | str:
-        if expression.is_Integer:
-            return int(expression)
-        from torch.utils._sympy.printers import PythonPrinter  # noqa: PLC0415 - sympy, for those who export
-
-        try:
-            text = str(PythonPrinter().doprint(expression))
-            parsed(text)
-        except (AssertionError, NotImplementedError, ValueError) as error:  # the printer's own, and ours
-            msg = f"the graph depends on sizes in a way that no call could be checked for: {expression} ({error})."
-            raise ExportError("sizes", msg) from error
-        self._used |= {str(each): each for each in expression.free_symbols}
-        return text
-
-    def size(self, size: Any) -> Size:
-        text = self.text(size)
-        if isinstance(text, int):
-            return Size(text, text, text)
-        from torch.utils._sympy.value_ranges import bound_sympy  # noqa: PLC0415 - see above
-
-        expression = self._env.replace(size.node.expr)
-        bounds = bound_sympy(expression, self._env.var_to_range)
-        low, high = _number(bounds.lower) or 0, _number(bounds.upper)
-        free = list(expression.free_symbols)
-        if len(free) == 1:
-            plus = expression.subs(free[0], 0)
-            times = expression.subs(free[0], 1) - plus
-            affine = expression.expand() == (times * free[0] + plus).expand()
-            if affine and times.is_Integer and plus.is_Integer and times > 0:
-                return Size(text, low, high, str(free[0]), int(times), int(plus))
-        return Size(text, low, high)
-
-    def symbols(self) -> dict[str, tuple[int, int | None]]:
-        ranges = {name: self._env.var_to_range[each] for name, each in sorted(self._used.items())}
-        return {name: (_number(each.lower) or 0, _number(each.upper)) for name, each in ranges.items()}
-
-    def guards(self) -> tuple[str, ...]:
-        """What the graph assumes of its symbols besides their ranges, and is not true by itself."""
-        if self._env is None:
-            return ()
-        from torch.utils._sympy.value_ranges import bound_sympy  # noqa: PLC0415 - see above
-
-        found: dict[str, None] = {}
-        for guard in self._env.guards:
-            # By the ranges alone. What torch itself simplifies with, such as divisors, it has learnt from these guards.
-            expression = self._env.replace(guard.expr)
-            if expression.is_Boolean and not expression.free_symbols:
-                continue
-            bounds = bound_sympy(expression, self._env.var_to_range)
-            if bounds.is_singleton() and bool(bounds.lower):
-                continue
-            if {str(each) for each in expression.free_symbols} <= self._used.keys():
-                found[str(self._text(expression))] = None
-        return tuple(found)
-
-
-def _number(bound: Any) -> int | None:
-    """A bound of torch's; None for infinite ones, and for those that stand for it."""
-    try:
-        number = int(bound)
-    except (TypeError, ValueError, OverflowError, AttributeError):
-        return None
-    return number if abs(number) < sys.maxsize // 2 else None
-
-
-def _input(name: str, value: Tensor, sizes: _Sizes, written: bool, device: torch.device) -> Input:
-    if value.is_contiguous():
-        layout = "contiguous"
-    elif value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last):  # noqa: PLR2004
-        layout = "channels_last"
-    else:
-        layout = "strided"
-    gpu = value.device.type == "cuda"
-    return Input(
-        name, str(value.dtype).removeprefix("torch."), tuple(sizes.size(each) for each in value.shape),
-        tuple(sizes.text(each) for each in value.stride()), layout, value.device.type,
-        (device.index or 0) if gpu else None, GPU_ALIGNMENT if gpu else 1, written,
-    )  # fmt: skip
-
-
-_SAME_VALUES = (
-    "view", "reshape", "unsqueeze", "squeeze", "expand", "transpose", "permute", "flatten", "unflatten", "to",
-    "_to_copy", "clone", "contiguous", "detach", "alias", "long", "int", "t",
-)  # fmt: skip
-"""Operators that keep an index what it is."""
-_ALONG = ("index_select", "gather", "scatter", "scatter_add", "index_add", "index_copy", "index_fill")
-"""Operators of (tensor, dimension, index, ...)."""
-
-
-def _limits(program: Any, sizes: _Sizes) -> dict[str, tuple[tuple[int | str, int | str], ...]]:
-    """What the inputs' values are limited to, where the model uses them as indices as they are."""
-    found: dict[str, dict[tuple[int | str, int | str], None]] = {}
-    for node in program.graph.nodes:
-        for index, size, negative in _indices(node):
-            while index.op == "call_function" and _operator(index) in _SAME_VALUES:
-                index = index.args[0]  # noqa: PLW2901 - back to where it comes from
-            if index.op != "placeholder" or index.meta["val"].dtype is torch.bool:
-                continue
-            low = sizes.text(-size) if negative else 0
-            found.setdefault(index.name, {})[low, sizes.text(size - 1)] = None
-    return {name: tuple(limits) for name, limits in found.items()}
-
-
-def _indices(node: Any) -> Iterator[tuple[Any, Any, bool]]:
-    """The indices in an operator's arguments: a node, the size that it goes into, whether it may be negative."""
-    name = _operator(node)
-    if name == "embedding":
-        yield node.args[1], node.args[0].meta["val"].shape[0], False
-    elif (
-        name.removesuffix("_") in _ALONG and isinstance(node.args[2], torch.fx.Node) and node.args[0].meta["val"].dim()
-    ):
-        yield node.args[2], node.args[0].meta["val"].shape[node.args[1]], False
-    elif name in ("index", "index_put", "index_put_"):
-        for size, index in zip(node.args[0].meta["val"].shape, node.args[1], strict=False):
-            if index is not None:
-                yield index, size, True
-
-
-def _operator(node: Any) -> str:
-    is_aten = node.op == "call_function" and getattr(node.target, "namespace", "") == "aten"
-    return str(node.target.overloadpacket.__name__) if is_aten else ""
-
-
-def _output(value: Tensor, sizes: _Sizes) -> Output:
-    return Output(
-        str(value.dtype).removeprefix("torch."), tuple(sizes.size(each) for each in value.shape),
-        tuple(sizes.text(each) for each in value.stride()), value.device.type,
-    )  # fmt: skip
-
-
-def _attention(program: Any, sizes: _Sizes) -> Iterator[str]:
-    """What attention asks of its operands' sizes. Traced, torch's operator does not ask, and neither do all kernels."""
-    for node in program.graph.nodes:
-        if "scaled_dot_product" not in _operator(node):
-            continue
-        q, k, v = (each.meta["val"].shape for each in node.args[:3])
-        pairs = [(k[-2], v[-2]), *zip(q[:-3], k[:-3], strict=False), *zip(q[:-3], v[:-3], strict=False)]
-        mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")  # noqa: PLR2004
-        if isinstance(mask, torch.fx.Node):
-            pairs += zip(reversed(mask.meta["val"].shape), (k[-2], q[-2]), strict=False)
-        for one, other in pairs:
-            left, right = sizes.text(one), sizes.text(other)
-            fixed = isinstance(left, int) and isinstance(right, int)  # torch has compared those
-            if left != right and not fixed and 1 not in (left, right):
-                yield f"({left}) == ({right})"
-
-
-def _small(inputs: list[Input | Constant], device: torch.device) -> Iterator[str]:
-    """For a GPU inductor may index with 32 bits where the example allowed it."""
-    for each in inputs:
-        if device.type == "cuda" and isinstance(each, Input) and not all(size.fixed for size in each.sizes):
-            yield f"{'*'.join(f'({size.expression})' for size in each.sizes)} <= {2**31 - 1}"
 
 
 def _target(device: torch.device) -> Target:
@@ -542,7 +381,7 @@ def _draws(model: nn.Module) -> Iterator[str]:
 def _asked(wish: Any) -> tuple[int, int | None] | None:
     """The bounds of a `Dim`, or of what was computed from one; None where none were given."""
     root = getattr(wish, "root", wish)
-    low, high = _number(getattr(root, "min", None)), _number(getattr(root, "max", None))
+    low, high = number_of(getattr(root, "min", None)), number_of(getattr(root, "max", None))
     if low is None and high is None:
         return None
     fn = getattr(wish, "fn", None)
