@@ -366,6 +366,89 @@ def test_lengths_of_one_kind_share_a_graph_and_another_kind_is_refused(site):
         compiled(*qkv(1))
 
 
+def drawn(*shape, dtype=torch.float32):
+    return torch.ones(shape, dtype=dtype)
+
+
+WRONG = {
+    "fewer values than keys": {"v": drawn(2, 4, 5, 8)},
+    "more values than keys": {"v": drawn(2, 4, 9, 8)},
+    "fewer heads of values": {"v": drawn(2, 2, 7, 8)},
+    "another batch of keys and values": {"k": drawn(3, 4, 7, 8), "v": drawn(3, 4, 7, 8)},
+    "another head dimension of keys": {"k": drawn(2, 4, 7, 16)},
+    "another dtype of values": {"v": drawn(2, 4, 7, 8, dtype=torch.float64)},
+    "a mask for fewer keys": {"mask": drawn(7, 5)},
+    "a mask for more keys": {"mask": drawn(7, 9)},
+    "a mask for fewer queries": {"mask": drawn(2, 1, 5, 7)},
+    "a mask for more rows": {"mask": drawn(3, 1, 7, 7)},
+    "a boolean mask for fewer keys": {"mask": drawn(7, 5, dtype=torch.bool)},
+    "a mask of another dtype": {"mask": drawn(7, 7, dtype=torch.float64)},
+    "a mask of five dimensions": {"mask": drawn(1, 2, 1, 7, 7)},
+    "a probability below zero": {"dropout_p": -0.1},
+}
+
+
+@traced
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_eager_refuses_to_compute_a_graph_does_not_compute_either(wrong, site):
+    right = dict(zip("qkv", qkv(), strict=True))
+    given = WRONG[wrong]
+    if "mask" in given:
+        right["mask"] = drawn(7, 7, dtype=given["mask"].dtype if given["mask"].dtype == torch.bool else torch.float32)
+    frozen = freeze(site, "sdpa-cpu", lambda: fb.attention(site=site, **right))
+    attend, backend = frozen[site], Graphs()
+
+    def step(arguments):
+        return attend(**arguments) * 2
+
+    with pytest.raises(fb.InputError) as eager:
+        step(right | given)
+    compiled = torch.compile(step, backend=backend, dynamic=True)
+    torch.testing.assert_close(compiled(right), step(right))
+    assert len(backend.graphs) == 1
+    with pytest.raises(fb.InputError) as later:
+        compiled(right | given)
+    torch._dynamo.reset()
+    with pytest.raises(fb.InputError) as at_once:
+        torch.compile(step, backend="eager", dynamic=True)(right | given)
+
+    assert str(later.value) == str(at_once.value) == str(eager.value)
+
+
+@traced
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("wrong", ["fewer values than keys", "a mask for fewer keys"])
+def test_lengths_that_a_kernel_would_not_compare_are_compared_by_an_exported_program(wrong, site):
+    right = {**dict(zip("qkv", qkv(), strict=True)), "mask": drawn(7, 7)}
+    frozen = freeze(site, "sdpa-cpu", lambda: fb.attention(site=site, **right))
+
+    attend = frozen[site]
+
+    class Module(nn.Module):
+        def forward(self, q, k, v, mask):
+            return attend(q, k, v, mask=mask) * 2
+
+    auto = torch.export.Dim.AUTO
+    shapes = {**{name: {2: auto} for name in "qkv"}, "mask": {0: auto, 1: auto}}
+    program = torch.export.export(Module(), (), right, dynamic_shapes=shapes, strict=True).module()
+
+    nine = {**dict(zip("qkv", qkv(9), strict=True)), "mask": drawn(9, 9)}
+    torch.testing.assert_close(program(**nine), Module()(**nine))
+    with pytest.raises((AssertionError, RuntimeError), match=r"size|shape"):
+        program(**right | WRONG[wrong])
+
+
+@traced
+def test_heads_that_were_frozen_as_shared_are_not_shared_unasked(site):
+    x = qkv(kv_heads=2)
+    frozen = freeze(site, "exact", lambda: fb.attention(*x, site=site, enable_gqa=True))
+    attend = frozen[site]
+    compiled = torch.compile(lambda *x: attend(*x) * 2, backend="eager", dynamic=True)
+
+    with pytest.raises(fb.InputError, match="enable_gqa=True if key heads are shared"):
+        compiled(*x)
+
+
 @traced
 def test_in_a_full_graph_another_kind_is_dynamos_error(site):
     frozen = freeze(site, "exact", lambda: fb.attention(*qkv(), site=site))

@@ -15,8 +15,8 @@ before it would cost every attention call of everybody. So there are three ways 
   up this thread's frozen call, in a thread's attribute, which a graph can read and guard. Eager calls never meet it.
 
 In a graph the decision is made where it is traced, by the kind of call, lengths among it as far as the kind depends on
-them (one query, equal lengths), and value guards become guards of the graph. Not asked there: a kernel's own check, and
-whether it broke since. Not counted: a `Run` is told nothing. A structure does not pass through dynamo: of a call with
+them (one query, equal lengths), and value guards become guards of the graph, as do the checks of arguments: a call that
+is an `InputError` breaks the graph, to be one. Not asked there: a kernel's own check, and whether it broke since. Not counted: a `Run` is told nothing. A structure does not pass through dynamo: of a call with
 `mask_info` the same call with its dense mask alone is traced. It is made beside the example's, and the report says who
 answers it. A call with `mask_info` and no mask breaks the graph.
 """
@@ -538,12 +538,12 @@ class FrozenSite:
                 return self.site.compute(q, k, v, mask, causal, scale, enable_gqa, dropout_p, None)
             if q.device.type in self._autocasts and torch.is_autocast_enabled(q.device.type):
                 low_q, low_k, low_v, low_mask = lowered(q, k, v, mask)
-                entry = self._entry(low_q, low_k, low_v, low_mask, causal, scale, dropout_p)
+                entry = self._entry(low_q, low_k, low_v, low_mask, causal, scale, enable_gqa, dropout_p)
                 if entry is not None and entry.kernel is not None:
                     with torch.autocast(q.device.type, enabled=False):
                         return _called(entry, low_q, low_k, low_v, low_mask, causal, scale, dropout_p)
             else:
-                entry = self._entry(q, k, v, mask, causal, scale, dropout_p)
+                entry = self._entry(q, k, v, mask, causal, scale, enable_gqa, dropout_p)
                 if entry is not None and entry.kernel is not None:
                     return _called(entry, q, k, v, mask, causal, scale, dropout_p)
             if entry is not None:
@@ -583,13 +583,14 @@ class FrozenSite:
         mask: Tensor | None,
         causal: bool,
         scale: float | None,
+        enable_gqa: bool,
         dropout_p: float,
     ) -> _Entry | None:
         """What was frozen for such a call, found while dynamo traces: every number is compared by a branch.
 
         A branch on a symbolic size is a guard of the graph; a symbolic truth value in a tuple is an error of dynamo's.
         """
-        if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:  # noqa: PLR2004
+        if not _fits(q, k, v, enable_gqa, dropout_p) or not _mask_fits(mask, q, k):
             return None
         n_q, n_k = q.shape[2], k.shape[2]
         grad = torch.is_grad_enabled()
@@ -615,6 +616,37 @@ class FrozenSite:
                         return None
                 return entry
         return None
+
+
+def _fits(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, dropout_p: float) -> bool:
+    """Whether `describe` would let these pass. Where not, the graph breaks, and it raises outside.
+
+    Kernels in a graph are not told what was checked: torch's own, called without their public function, read past the
+    end of values that are fewer than the keys.
+    """
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:  # noqa: PLR2004
+        return False
+    if k.dtype != q.dtype or v.dtype != q.dtype or k.device != q.device or v.device != q.device:
+        return False
+    if k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
+        return False
+    if v.shape[0] != k.shape[0] or v.shape[1] != k.shape[1] or v.shape[2] != k.shape[2]:
+        return False
+    if q.shape[1] != k.shape[1] and (not enable_gqa or k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0):
+        return False
+    return _decided(dropout_p >= 0) and _decided(dropout_p < 1)
+
+
+def _mask_fits(mask: Tensor | None, q: Tensor, k: Tensor) -> bool:
+    if mask is None:
+        return True
+    if mask.dim() > 4 or mask.device != q.device or mask.dtype not in (torch.bool, torch.float32, q.dtype):  # noqa: PLR2004
+        return False
+    want = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    for axis in range(-mask.dim(), 0):  # noqa: SIM110 - branches, as in `_entry`
+        if mask.shape[axis] != 1 and mask.shape[axis] != want[axis]:
+            return False
+    return True
 
 
 def _packed(tensor: Tensor) -> bool:
