@@ -15,10 +15,11 @@ before it would cost every attention call of everybody. So there are three ways 
   up this thread's frozen call, in a thread's attribute, which a graph can read and guard. Eager calls never meet it.
 
 In a graph the decision is made where it is traced, by the kind of call, lengths among it as far as the kind depends on
-them (one query, equal lengths), and value guards become guards of the graph, as do the checks of arguments: a call that
-is an `InputError` breaks the graph, to be one. Not asked there: a kernel's own check, and whether it broke since. Not counted: a `Run` is told nothing. A structure does not pass through dynamo: of a call with
-`mask_info` the same call with its dense mask alone is traced. It is made beside the example's, and the report says who
-answers it. A call with `mask_info` and no mask breaks the graph.
+them (one query, equal lengths). Value guards become guards of the graph, and so do the checks of arguments: a call that
+is an `InputError` breaks the graph, and is one. Not asked there: a kernel's own check, and whether it broke since. Not
+counted: a `Run` is told nothing. A structure does not pass through dynamo: of a call with `mask_info` the same call
+with its dense mask alone is traced. It is made beside the example's, and the report says who answers it. A call with
+`mask_info` and no mask breaks the graph.
 """
 
 from __future__ import annotations
