@@ -17,7 +17,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt $(wildcard core/pyproject.toml pl
 	$(PYTHON) -c 'import sys; sys.exit("fuseboard needs Python 3.10 or newer; set PYTHON=python3.x" if sys.version_info < (3, 10) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -q -U "pip>=25.1,<26.2"
-	$(PIP) install -q -c constraints.txt $(PACKAGES) --group test --group lint
+	$(PIP) install -q -c constraints.txt $(PACKAGES) --group test --group tilelang --group lint
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.ready
