@@ -31,9 +31,6 @@ from decision.answers import Question, collate
 from decision.heads import marked
 from decision.model import DecisionModel
 
-# From here on without this folder: a benchmark in it that is called as a package is would be imported in its place.
-sys.path[:] = [each for each in sys.path if pathlib.Path(each).resolve() != pathlib.Path(__file__).resolve().parent]
-
 COUNTS = {"choice": 48, "noul": 180, "score": 60}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PAIRS = (("fast", "stock"), ("fast", "fp32"), ("stock", "fp32"))

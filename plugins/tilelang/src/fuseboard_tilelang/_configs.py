@@ -1,4 +1,4 @@
-"""Tiles, threads and stages by kernel and size: a table that `benchmarks/tilelang.py --tune` measures.
+"""Tiles, threads and stages by kernel and size: a table that `benchmarks/tilelang_kernels.py --tune` measures.
 
 On the CPU tiles are small, since a whole tile is computed however small the problem, and buffers lie on the stack.
 """

@@ -1,9 +1,9 @@
 """The TileLang kernels beside torch: differences, microseconds, and the tiles they should have.
 
-    python benchmarks/tilelang.py --out DIR            every row: differences and times, in DIR/tilelang.json and .md
-    python benchmarks/tilelang.py --out DIR --tune     also every listed configuration, and the best as JSON
-    python benchmarks/tilelang.py --cpu                the CPU form against float32, on a machine without a GPU
-    ... --readme                                       and puts the table into plugins/tilelang/README.md
+    python benchmarks/tilelang_kernels.py --out DIR           every row: differences, times; DIR/tilelang.json and .md
+    python benchmarks/tilelang_kernels.py --out DIR --tune    also every listed configuration, and the best as JSON
+    python benchmarks/tilelang_kernels.py --cpu               the CPU form against float32, where there is no GPU
+    ... --readme                                              and puts the table into plugins/tilelang/README.md
 
 Kernels are compiled first, in as many processes as there are cores, into TileLang's cache on disk. What then runs on
 the GPU runs in one child process, which writes each row as soon as it has it; where a row ends or hangs that process,
@@ -23,25 +23,17 @@ import multiprocessing
 import os
 import pathlib
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import attrs
+import torch
+import torch.nn.functional as F  # noqa: N812
+from _report import aligned, machine, versions
+from torch import Tensor
 
-# This file has the name of the package that it measures: its folder must not be where packages are looked for.
-HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:] = [str(HERE), *(each for each in sys.path if pathlib.Path(each or ".").resolve() != HERE)]
-from _report import aligned, machine, versions  # noqa: E402
-
-del sys.path[0]
-
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402, N812
-from torch import Tensor  # noqa: E402
-
-from fuseboard_tilelang import (  # noqa: E402
+from fuseboard_tilelang import (
     _configs,
     _package,
     add_ln_kernel,
@@ -53,11 +45,11 @@ from fuseboard_tilelang import (  # noqa: E402
     ops,
     rope_kernel,
 )
-from fuseboard_tilelang.attn import OPEN  # noqa: E402
-from fuseboard_tilelang.compile import target_of  # noqa: E402
-from fuseboard_tilelang.warm import warm  # noqa: E402
+from fuseboard_tilelang.attn import OPEN
+from fuseboard_tilelang.compile import target_of
+from fuseboard_tilelang.warm import warm
 
-PLUGIN = HERE.parent / "plugins" / "tilelang" / "README.md"
+PLUGIN = pathlib.Path(__file__).resolve().parents[1] / "plugins" / "tilelang" / "README.md"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 PATIENCE = 60.0  # seconds that one row may take
 Run: TypeAlias = Callable[[], Any]
@@ -515,7 +507,7 @@ def cpu_rows() -> dict[str, dict[str, float]]:
 
 def write_plugin_readme(name: str, text: str) -> None:
     """Put a table between the markers of that name."""
-    begin, end = f"<!-- {name}: written by benchmarks/tilelang.py --readme -->\n", f"<!-- end of {name} -->"
+    begin, end = f"<!-- {name}: written by benchmarks/tilelang_kernels.py --readme -->\n", f"<!-- end of {name} -->"
     before, found, rest = PLUGIN.read_text(encoding="utf-8").partition(begin)
     _, ended, after = rest.partition(end)
     if not found or not ended:
