@@ -93,14 +93,14 @@ def test_steps_that_fail_to_capture_are_the_eager_steps(monkeypatch: pytest.Monk
     decoder = made()
     eager = run(decoder, None)
     layer = decoder.model.layers[2]
-    after = type(layer).after
+    leave = type(layer).leave
 
-    def waits(hidden: Tensor, attended: Tensor) -> Tensor:
+    def waits(hidden: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
         if torch.cuda.is_current_stream_capturing():
             attended.sum().item()
-        return after(layer, hidden, attended)
+        return leave(layer, hidden, attended)
 
-    monkeypatch.setattr(layer, "after", waits)
+    monkeypatch.setattr(layer, "leave", waits)
     steps = DecoderSteps(decoder, Graphs("cuda"))
 
     assert torch.equal(run(decoder, steps), eager)

@@ -112,16 +112,16 @@ def test_threads_take_the_slots_in_turn() -> None:
 
 def test_a_pass_that_raises_leaves_the_slots_to_the_next() -> None:
     resident, streamed = made(), made().stream_layers("cpu")
-    layer, after = streamed.model.layers[2], streamed.model.layers[2].after
+    layer, leave = streamed.model.layers[2], streamed.model.layers[2].leave
 
     def fails(*_given: object) -> None:
         msg = "half-way"
         raise ValueError(msg)
 
-    layer.after = fails
+    layer.leave = fails
     with pytest.raises(ValueError, match="half-way"):
         ids_of(streamed)
-    layer.after = after
+    layer.leave = leave
     found: list[Tensor] = []
     thread = threading.Thread(target=lambda: found.append(ids_of(streamed)), daemon=True)
     thread.start()

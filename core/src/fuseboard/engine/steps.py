@@ -32,6 +32,8 @@ class Stack:
         after: `(layer, hidden, attended, inputs) -> hidden`: from attention's answer to the next hidden state.
         end: `(hidden, inputs) -> tensor`: what follows the last layer, such as norm and head.
         modules: Whose weights the captured parts read.
+        between: `(layer, hidden, attended, inputs) -> (hidden, tensors)`: what `after` of a layer and `before` of the
+            next, or `end`, make, where both together can do it in fewer launches. Left out: one after the other.
     """
 
     count: int
@@ -40,13 +42,23 @@ class Stack:
     after: Callable[[int, Tensor, Tensor, tuple[Tensor, ...]], Tensor]
     end: Callable[[Tensor, tuple[Tensor, ...]], Tensor]
     modules: Sequence[nn.Module] = ()
+    between: Callable[[int, Tensor, Tensor, tuple[Tensor, ...]], tuple[Tensor, Any]] | None = None
 
     def eager(self, hidden: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
         """The step without graphs."""
+        taken: Any = self.before(0, hidden, inputs) if self.count else self.end(hidden, inputs)
         for layer in range(self.count):
-            attended = self.attend(layer, self.before(layer, hidden, inputs))
-            hidden = self.after(layer, hidden, attended, inputs)
-        return self.end(hidden, inputs)
+            hidden, taken = self.onward(layer, hidden, self.attend(layer, taken), inputs)
+        answer: Tensor = taken
+        return answer
+
+    def onward(self, layer: int, hidden: Tensor, attended: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Any]:
+        """From attention's answer to the next hidden state, and what the next attention takes, or the step's answer."""
+        if self.between is not None:
+            return self.between(layer, hidden, attended, inputs)
+        hidden = self.after(layer, hidden, attended, inputs)
+        last = layer + 1 == self.count
+        return hidden, self.end(hidden, inputs) if last else self.before(layer + 1, hidden, inputs)
 
 
 @attrs.define(eq=False)
@@ -179,7 +191,8 @@ def _stretch(
     """What lies between attention in `layer - 1` and in `layer`: the hidden state, and what attention takes."""
 
     def run() -> tuple[Tensor, Any]:
-        now = hidden if layer == 0 else stack.after(layer - 1, hidden, attended[layer - 1], inputs)
-        return now, stack.before(layer, now, inputs) if layer < stack.count else stack.end(now, inputs)
+        if layer:
+            return stack.onward(layer - 1, hidden, attended[layer - 1], inputs)
+        return hidden, stack.before(0, hidden, inputs) if stack.count else stack.end(hidden, inputs)
 
     return run

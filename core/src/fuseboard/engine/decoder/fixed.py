@@ -261,12 +261,13 @@ def _plain(decoder: QwenDecoder, ids: Tensor, cache: FixedCache) -> Tensor:
     cos, sin = (each.index_select(0, cache.positions)[:, None, None] for each in (cache.cos, cache.sin))
     given = {kind: part.given(cache.positions) for kind, part in cache.parts.items()}
     places = {kind: (cache.positions % part.size)[:, None, None, None] for kind, part in cache.parts.items()}
+    delta: Tensor | None = None
     for index, layer in decoder.visited():
         kind = layer.kind
-        q, k, v = layer.before(hidden, cos, sin)
+        hidden, q, k, v = layer.enter(hidden, delta, cos, sin)
         k, v = cache.parts[kind].put(cache.index[index], k, v, places[kind])
-        hidden = layer.after(hidden, layer.attend(q, k, v, given[kind]))
-    return decoder.end(hidden)
+        hidden, delta = layer.leave(hidden, layer.attend(q, k, v, given[kind]))
+    return decoder.end(decoder.model.norm.added(hidden, delta)[1], normalised=True)
 
 
 def _glued(decoder: QwenDecoder, ids: Tensor, cache: FixedCache, glue: Glue) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -17,6 +17,9 @@ from fuseboard.engine.decoder.norms import RMSNorm
 from fuseboard.engine.decoder.rope import rotate
 from fuseboard.masks import MaskInfo
 from fuseboard.site import Site
+
+if TYPE_CHECKING:
+    from fuseboard.engine.decoder.exact_glue import ExactGlue
 
 __all__ = ["FULL", "SITES", "SLIDING", "Given", "Layer", "packs_queries", "reference"]
 
@@ -128,6 +131,7 @@ class SelfAttention(nn.Module):
             self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.fused = False
+        self.exact: ExactGlue | None = None
         self._both: tuple[tuple[int, ...], Tensor] | None = None
 
     def fuse(self) -> None:
@@ -142,6 +146,8 @@ class SelfAttention(nn.Module):
         Queries and keys together where that is the same in bits: on the CPU, whose reductions go row by row, and when
         they came out of one linear. CUDA plans a reduction by the tensor's size, so there they stay apart.
         """
+        if self.exact is not None and self.exact.serves(x):
+            return self._exactly(self.exact, x, cos, sin)
         split = (*x.shape[:2], -1, self.head_dim)
         heads, both = self.heads, self.heads + self.kv_heads
         if self.fused:
@@ -159,6 +165,21 @@ class SelfAttention(nn.Module):
             qk = self._both_weights() * self.q_norm.normalised(qk)
         qk = rotate(qk, cos, sin).transpose(1, 2)
         return qk[:, :heads], qk[:, heads:], v.transpose(1, 2)
+
+    def _exactly(self, exact: ExactGlue, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same, with one kernel for weights and rotation; where things lie is the same too."""
+        split = (*x.shape[:2], -1, self.head_dim)
+        if self.fused:
+            qk, v = self.qkv_proj(x).view(split).split((self.heads + self.kv_heads, self.kv_heads), dim=2)
+            qk = self.q_norm.normalised(qk) if self.qk_norm else qk
+            q, k = qk.split((self.heads, self.kv_heads), dim=2)
+        else:
+            q, k, v = (each(x).view(split) for each in (self.q_proj, self.k_proj, self.v_proj))
+            if self.qk_norm:
+                q, k = self.q_norm.normalised(q), self.k_norm.normalised(k)
+        weights = (self.q_norm.weight, self.k_norm.weight) if self.qk_norm else None
+        q, k = exact.rotate(q, k, weights, cos, sin, joined=self.fused)
+        return q, k, v.transpose(1, 2)
 
     def _both_weights(self) -> Tensor:
         """The two norms' weights, one row a head. Made anew when either changed."""
@@ -186,6 +207,7 @@ class MLP(nn.Module):
         self.up_proj = _linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = _linear(config.intermediate_size, config.hidden_size, bias=False)
         self.fused = False
+        self.exact: ExactGlue | None = None
 
     def fuse(self) -> None:
         """Stack gate and up into one linear."""
@@ -196,6 +218,8 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`down(silu(gate(x)) * up(x))`."""
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1) if self.fused else (self.gate_proj(x), self.up_proj(x))
+        if self.exact is not None and self.exact.serves(x, 2):
+            return self.down_proj(self.exact.silu_mul(gate, up))  # type: ignore[no-any-return]
         return self.down_proj(F.silu(gate) * up)  # type: ignore[no-any-return]
 
 
@@ -222,9 +246,27 @@ class Layer(nn.Module):
         self.self_attn.fuse()
         self.mlp.fuse()
 
+    def use(self, exact: ExactGlue | None) -> None:
+        """In steps of one token, these kernels for what lies between matrix products; None for torch's own."""
+        attn = self.self_attn
+        norms = (
+            self.input_layernorm,
+            self.post_attention_layernorm,
+            *((attn.q_norm, attn.k_norm) if attn.qk_norm else ()),
+        )
+        for part in (attn, self.mlp, *norms):
+            part.exact = exact
+
     def before(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """From the hidden state to queries, keys and values."""
-        return self.self_attn.project(self.input_layernorm(hidden), cos, sin)
+        return self.enter(hidden, None, cos, sin)[1:]
+
+    def enter(
+        self, hidden: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`before`, of a hidden state that `delta` is still to be added to; gives that first."""
+        hidden, x = self.input_layernorm.added(hidden, delta)
+        return hidden, *self.self_attn.project(x, cos, sin)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
         """Attention, `(batch, length, heads * head_dim)`; keys go to it as they are, fewer than the queries' heads."""
@@ -245,5 +287,10 @@ class Layer(nn.Module):
 
     def after(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """From attention's answer to the next hidden state."""
-        hidden = hidden + self.self_attn.o_proj(attended)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))  # type: ignore[no-any-return]
+        hidden, delta = self.leave(hidden, attended)
+        return hidden + delta
+
+    def leave(self, hidden: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+        """`after`, as two tensors to be added: the next layer's norm may do it on its way."""
+        hidden, x = self.post_attention_layernorm.added(hidden, self.self_attn.o_proj(attended))
+        return hidden, self.mlp(x)

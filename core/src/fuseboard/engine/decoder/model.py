@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from fuseboard.engine.decoder import fixed
 from fuseboard.engine.decoder.config import DecoderConfig, ids_of
+from fuseboard.engine.decoder.exact_glue import exact_for
 from fuseboard.engine.decoder.fixed import FixedCache
 from fuseboard.engine.decoder.generation import Chooser, Draw, Token, check_ids
 from fuseboard.engine.decoder.glue import Glue, glue_for
@@ -67,6 +68,8 @@ class QwenDecoder(nn.Module):
         eos: The ids that end a row, unless `generate` is told others.
         pad: What a row that has ended is filled with.
         fused: Whether `fuse` was called.
+        exact_glue: Whether steps of one token may use kernels that do several elementwise operations at once, with
+            torch's bits, where a trial on the device finds them so. No number depends on it.
     """
 
     def __init__(self, config: Any, *, ignore: Collection[str] = ()) -> None:
@@ -84,6 +87,8 @@ class QwenDecoder(nn.Module):
         self.eos = config.eos
         self.pad = config.pad
         self.fused = False
+        self.exact_glue = True
+        self._no_exact_glue: str | None = None
         self._graphs: bool | str = True
         self._glue = (False, False)
         self._one_token: dict[torch.device, DecoderSteps] = {}
@@ -97,7 +102,7 @@ class QwenDecoder(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
         self._windows = [config.window_of(kind) for kind in config.layer_types]
         self._kinds = sorted(set(config.layer_types))
-        self._ready: tuple[torch.device, torch.dtype] | None = None
+        self._ready: tuple[torch.device, torch.dtype, bool] | None = None
         self._given_frequencies: Tensor | None = None
         self._frequencies: dict[torch.device, tuple[Tensor, float]] = {}
         self.eval()
@@ -343,7 +348,8 @@ class QwenDecoder(nn.Module):
     def _prepare(self) -> None:
         """Once for a device and dtype: are all weights there, and which form of norm has transformers' bits."""
         now = (self.device, self.dtype)
-        if now == self._ready:
+        ready = (*now, self.exact_glue)
+        if ready == self._ready:
             return
         if self.device.type == "meta":
             msg = "this QwenDecoder has no weights yet; call load(), or make it with from_folder or from_transformers."
@@ -355,7 +361,13 @@ class QwenDecoder(nn.Module):
         for module in self.modules():
             if isinstance(module, RMSNorm):
                 module.fused = fused_norm_exact(*now, module.size, module.eps)
-        self._ready = now
+        found = exact_for(*now, self.config) if self.exact_glue else "switched off"
+        exact = None if isinstance(found, str) else found
+        for _, layer in self._layers():
+            layer.use(exact)
+        self.model.norm.exact = exact
+        self._no_exact_glue = found if isinstance(found, str) else None
+        self._ready = ready
 
     def rotation(self, positions: Tensor, longest: int | None) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines for `Layer.before`, `(batch or 1, length, 1, head_dim)`.
@@ -454,15 +466,16 @@ class QwenDecoder(nn.Module):
         else:
             begun = self._begin(hidden, cache, positions)
         hidden, cos, sin, given = begun
+        delta: Tensor | None = None
         with self.one_pass():
             for index, layer in self.visited():
-                q, k, v = layer.before(hidden, cos, sin)
+                hidden, q, k, v = layer.enter(hidden, delta, cos, sin)
                 if cache is not None:
                     k, v = cache.put(index, k, v)
-                hidden = layer.after(hidden, layer.attend(q, k, v, given[layer.kind]))
+                hidden, delta = layer.leave(hidden, layer.attend(q, k, v, given[layer.kind]))
         if cache is not None:
             cache.end(new)
-        return self.model.norm(hidden)  # type: ignore[no-any-return]
+        return self.model.norm.added(hidden, delta)[1]
 
     def visited(self) -> Iterator[tuple[int, Layer]]:
         """The layers in their order, each when its weights are on the device; within `one_pass`."""
@@ -787,6 +800,7 @@ class QwenDecoder(nn.Module):
                 "bytes a token": self._streamed.nbytes,
                 "measured": None if whole is None else whole.measured,
             },
+            "exact_glue": self._no_exact_glue or "Triton, one token at a time",
             "glue": glue if isinstance(glue, str) else "Triton, products too" if glue.products else "Triton",
             "graphs": {"captured": 0, "replays": 0, "failed": None} if steps is None else steps.report(),
             "no_graphs": self._no_graphs(),

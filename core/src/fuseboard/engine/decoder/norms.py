@@ -8,10 +8,14 @@ depends on device, dtype, width and torch, so it is tried once for each.
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from fuseboard.engine.decoder.exact_glue import ExactGlue
 
 __all__ = ["RMSNorm", "fused_norm_exact", "upcast_norm"]
 
@@ -54,6 +58,7 @@ class RMSNorm(nn.Module):
 
     Attributes:
         fused: Whether `F.rms_norm` is used; set where `fused_norm_exact` says so.
+        exact: Kernels with the formula's bits, for steps of one token; None where there are none.
     """
 
     def __init__(self, size: int, eps: float) -> None:
@@ -62,13 +67,38 @@ class RMSNorm(nn.Module):
         self.size = size
         self.eps = eps
         self.fused = False
+        self.exact: ExactGlue | None = None
 
     def normalised(self, x: Tensor) -> Tensor:
         """Without the weight. Where a gradient is wanted it is the formula's own."""
         if self.fused and not (torch.is_grad_enabled() and x.requires_grad):
             return F.rms_norm(x, (self.size,), None, self.eps)
+        if self._is_exact_for(x):
+            assert self.exact is not None
+            return self.exact.norm(x, None, self.eps)[1]
         return upcast_norm(x, self.eps)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last axis."""
+        if self._is_exact_for(x):
+            assert self.exact is not None
+            return self.exact.norm(x, self.weight, self.eps)[1]
         return self.weight * self.normalised(x)
+
+    def added(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`x + delta`, or x, and that normalised."""
+        if delta is None:
+            return x, self.forward(x)
+        if self._is_exact_for(x) and delta.is_contiguous() and delta.dtype == x.dtype:
+            assert self.exact is not None
+            return self.exact.norm(x, self.weight, self.eps, delta=delta)
+        total = x + delta
+        return total, self.forward(total)
+
+    def _is_exact_for(self, x: Tensor) -> bool:
+        # Two launches stand for six: three each.
+        exact = self.exact
+        if exact is None or self.fused or not exact.serves(x, 3):
+            return False
+        weight = self.weight
+        return x.is_contiguous() and weight.dtype == x.dtype and weight.is_contiguous()

@@ -41,6 +41,7 @@ class DecoderSteps:
             after=lambda layer, hidden, attended, _inputs: self._layers[layer].after(hidden, attended),
             end=lambda hidden, _inputs: decoder.end(hidden),
             modules=[decoder],
+            between=self._between,
         )
         self._steps = LayerSteps(stack, graphs)
 
@@ -63,6 +64,17 @@ class DecoderSteps:
                 self._cache, self._given = None, {}
         cache.end(1)
         return logits
+
+    def _between(
+        self, layer: int, hidden: Tensor, attended: Tensor, inputs: tuple[Tensor, ...]
+    ) -> tuple[Tensor, tuple[Tensor, ...] | Tensor]:
+        cos, sin = inputs
+        hidden, delta = self._layers[layer].leave(hidden, attended)
+        if layer + 1 < len(self._layers):
+            hidden, *taken = self._layers[layer + 1].enter(hidden, delta, cos, sin)
+            return hidden, tuple(taken)
+        hidden, x = self._decoder.model.norm.added(hidden, delta)
+        return hidden, self._decoder.end(x, normalised=True)
 
     def _attend(self, layer: int, tensors: tuple[Tensor, ...]) -> Tensor:
         assert self._cache is not None

@@ -1,0 +1,69 @@
+"""Launching a Triton kernel by the compiled kernel that the last launch of its kind found.
+
+`kernel[grid](...)` looks at every argument to find what it compiled for arguments like these, which takes the host
+longer than the device has to do. What it found is kept here by what the search depends on, and launched by itself, as
+Triton's own tutorials do. Where that does not work, as in the interpreter, every launch is the usual one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["Launcher"]
+
+_ALIGNMENT = 16
+_MOST = 256
+
+
+class Launcher:
+    """One kernel on one device, which is the current one whenever it is launched.
+
+    Attributes:
+        direct: Whether compiled kernels are launched by themselves; None until it was tried.
+    """
+
+    def __init__(self, kernel: Any, **options: Any) -> None:
+        """Prepare.
+
+        Args:
+            kernel: A function of `triton.jit`.
+            **options: How to compile it, such as `num_warps`.
+        """
+        self.direct: bool | None = None
+        self._kernel, self._options = kernel, options
+        self._found: dict[Any, Any] = {}
+
+    def __call__(self, grid: tuple[int, int], *arguments: Any) -> None:
+        """Launch.
+
+        Args:
+            grid: How many programs.
+            *arguments: All that the kernel takes, in its order, constants included; numbers are Python's.
+        """
+        if self.direct is False:
+            self._kernel[grid](*arguments, **self._options)
+            return
+        key = tuple(
+            (each.dtype, each.data_ptr() % _ALIGNMENT) if isinstance(each, Tensor) else each for each in arguments
+        )
+        found = self._found.get(key)
+        if found is None:
+            found = self._kernel[grid](*arguments, **self._options)
+            if not hasattr(found, "packed_metadata"):
+                self.direct = None if found is None else False  # the interpreter gives nothing, and is never slower
+                return
+            if len(self._found) >= _MOST:
+                self._found.clear()
+            self._found[key] = found
+            return
+        if self.direct:
+            found[grid[0], grid[1], 1](*arguments)
+            return
+        try:
+            found[grid[0], grid[1], 1](*arguments)
+            self.direct = True
+        except (TypeError, ValueError, AttributeError):  # a Triton whose compiled kernels are called otherwise
+            self.direct = False
+            self._kernel[grid](*arguments, **self._options)

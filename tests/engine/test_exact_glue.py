@@ -1,0 +1,175 @@
+"""Kernels with torch's bits, where there is no GPU: in Triton's interpreter, and where they are not used at all."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fuseboard.engine.decoder import QwenDecoder
+from fuseboard.engine.decoder.config import DecoderConfig
+from fuseboard.engine.decoder.exact_glue import exact_for
+
+SHAPE = {
+    "model_type": "qwen3", "vocab_size": 64, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
+INTERPRETED = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+def run(body: str) -> str:
+    """What a script prints in a process that has Triton's interpreter; fp16, since that rounds bfloat16 otherwise."""
+    begin = """
+import copy, pickle, warnings
+import torch
+from fuseboard.engine.decoder import QwenDecoder
+from fuseboard.engine.decoder import exact_glue
+from fuseboard.engine.decoder.launch import Launcher
+
+warnings.simplefilter("ignore")
+SHAPE = %r
+launched = []
+launch = Launcher.__call__
+Launcher.__call__ = lambda self, *given: (launched.append(self._kernel.fn.__name__), launch(self, *given))[1]
+
+
+def made(dtype=torch.float16, **given):
+    decoder = QwenDecoder(SHAPE | given)
+    generator = torch.Generator().manual_seed(0)
+    decoder.load({
+        name: (torch.randn(each.shape, generator=generator) * (0.2 if each.dim() > 1 else 1.0)).to(dtype)
+        for name, each in decoder.named_parameters()
+    })
+    return decoder
+
+
+def prompts():
+    ids = torch.randint(1, 64, (2, 9), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    return ids, mask
+"""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", begin % SHAPE + body],
+        capture_output=True, text=True, timeout=300, env=environment, check=False, cwd=Path(__file__).parent,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+@INTERPRETED
+def test_steps_with_the_kernels_have_the_bits_of_steps_without() -> None:
+    found = run(
+        """
+for given in ({}, {"model_type": "qwen2"}, {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}):
+    for fused in (False, True):
+        for formula in (False, True):
+            glued, plain = made(**given), made(**given)
+            plain.exact_glue = False
+            ids, mask = prompts()
+            logits, used = {}, set()
+            for decoder in (glued, plain):
+                if fused:
+                    decoder.fuse()
+                decoder._prepare()
+                for module in decoder.modules():
+                    if formula and hasattr(module, "eps"):
+                        module.fused = False  # as on a GPU whose own norm has other bits
+                launched.clear()
+                with torch.no_grad():
+                    cache = decoder.cache(2, attention_mask=mask)
+                    first = decoder(ids, cache=cache, keep=1)
+                    assert not launched, "a prompt has torch's kernels"
+                    steps, fixed = [first], decoder.fixed(cache)
+                    for _ in range(3):
+                        next_ids = steps[-1][:, -1:].argmax(-1)
+                        steps.append(decoder(next_ids, cache=cache))
+                        other = decoder.step(next_ids, fixed)
+                        steps.append(other)
+                logits[decoder] = steps
+                used = set(launched) or used
+            assert all(map(torch.equal, logits[glued], logits[plain])), (given, fused, formula)
+            norms = {"squares", "scaled"} if formula else set()
+            assert not launched and used == norms | {"rotated", "gated"}, (used, launched)
+            assert glued.report()["exact_glue"] == "Triton, one token at a time", glued.report()
+            assert plain.report()["exact_glue"] == "switched off"
+print("equal")
+"""
+    )
+    assert found == "equal\n"
+
+
+@pytest.mark.slow
+@INTERPRETED
+def test_a_dtype_that_is_rounded_otherwise_is_refused_and_says_where() -> None:
+    found = run(
+        """
+decoder = made(torch.bfloat16)
+print(decoder.report()["exact_glue"])
+print(made(torch.float32).report()["exact_glue"])
+assert not any(module.exact for module in decoder.modules() if hasattr(module, "exact"))
+"""
+    )
+    assert found == "its gate has other bits than torch's on this device\nnot for torch.float32\n"
+
+
+@pytest.mark.slow
+@INTERPRETED
+def test_whoever_watches_operations_or_wants_gradients_sees_torch_s() -> None:
+    found = run(
+        """
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+
+class Watches(TorchDispatchMode):
+    def __torch_dispatch__(self, fn, types, args=(), kwargs=None):
+        seen.append(str(fn))
+        return fn(*args, **(kwargs or {}))
+
+
+decoder, ids = made(), torch.ones(2, 1, dtype=torch.int64)
+decoder._prepare()
+launched.clear()  # the trial's
+seen = []
+with torch.no_grad(), Watches():
+    decoder(ids)
+assert not launched and any("silu" in each for each in seen)
+decoder(ids)  # gradients are on
+assert not launched
+with torch.no_grad():
+    mlp, x = decoder.model.layers[0].mlp, torch.ones(1, 1, 48, dtype=torch.float16)
+    traced = torch.jit.trace(lambda x: mlp(x), x, check_trace=False)
+assert not launched and "silu" in str(traced.graph)
+with torch.no_grad():
+    decoder(ids)
+    assert launched
+    launched.clear()
+    for twin in (copy.deepcopy(decoder), pickle.loads(pickle.dumps(decoder))):
+        assert torch.equal(twin(ids), decoder(ids))
+        assert twin.model.layers[0].mlp.exact is not None
+    decoder.exact_glue = False
+    launched.clear()
+    decoder(ids)
+    assert not launched
+print("seen")
+"""
+    )
+    assert found == "seen\n"
+
+
+def test_the_cpu_has_torch_s_kernels_and_the_report_says_so() -> None:
+    decoder = QwenDecoder(SHAPE)
+    decoder.load({name: torch.ones(each.shape) for name, each in decoder.named_parameters()}, dtype=torch.bfloat16)
+
+    assert decoder.report()["exact_glue"] == "not for cpu"
+    decoder.exact_glue = False
+    assert decoder.report()["exact_glue"] == "switched off"
+    assert exact_for(torch.device("cpu"), torch.float16, DecoderConfig.of(SHAPE)) == "not for cpu"
