@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
 import os
 import shutil
 import subprocess
 import sys
+import threading
+import types
 from typing import Any
 
 import pytest
@@ -15,10 +18,12 @@ import torch
 from torch import Tensor
 
 import fuseboard as fb
+from fuseboard import context
 from fuseboard.engine.decoder import QwenDecoder
-from fuseboard.engine.decoder.fixed import Lengths, Part, capacity_for
-from fuseboard.engine.decoder.whole_step import WholeSteps
-from fuseboard.engine.sampling import Sampler
+from fuseboard.engine.decoder.fixed import FixedCache, Lengths, Part, capacity_for
+from fuseboard.engine.decoder.generation import Token
+from fuseboard.engine.decoder.whole_step import Ahead, WholeSteps
+from fuseboard.engine.sampling import DrawError, Sampler, State
 from fuseboard.masks import check_mask_info
 
 VOCABULARY, LENGTH = 97, 14
@@ -285,6 +290,106 @@ def test_steps_without_graphs_are_eager_and_counted() -> None:
 
     assert steps.report()["eager steps"] == 1
     assert (mine.length, mine.positions.tolist()) == (LENGTH + 1, [LENGTH + 1])
+
+
+def test_a_short_request_after_one_that_outgrew_a_dynamic_rope_has_frequencies_of_its_own() -> None:
+    shape = SHAPES["dynamic rope, outgrown"]
+    decoder, plain = made(**shape), made(**shape)
+    decoder.graphs = "step"
+    ids = prompts((0,))[0]
+    for start in (0, 6):
+        each = [
+            one.generate(ids[:, start:], max_new_tokens=30 if not start else 10, eos=()) for one in (decoder, plain)
+        ]
+        assert torch.equal(*each), start
+        (whole,) = decoder._whole.values()
+        assert len(whole._spare) == 1
+
+
+# ---- launching ahead
+
+
+class Eagerly(WholeSteps):
+    """Launches ahead as graphs do, where there are none."""
+
+    def __init__(self, decoder: QwenDecoder) -> None:
+        super().__init__(decoder, None)
+        self.tally = types.SimpleNamespace(lock=threading.RLock(), replays=0)
+
+    def ahead(self, ids: Tensor, cache: FixedCache, sampler: Sampler, state: State) -> Ahead:
+        binding, run = context.bound(), fb.Run()
+        drawn = None if state.generator is None else state.generator.get_state()
+        with fb.bind(binding.policy, run=run) if binding else contextlib.nullcontext():
+            answer = self._step(ids, cache, sampler, state)
+        self.tally.replays += 1
+        held = None if binding is None else binding.run
+        return Ahead(answer, cache, self.tally, state.generator, drawn, held, run._counts())
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("eos", [(), 5, (5, 7, 11, 30, 40, 41, 42, 43)])
+def test_steps_launched_ahead_leave_the_tokens_generators_and_counts_alone(
+    sampled: bool, eos: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, mask = prompts((0, 3))
+    found = []
+    for ahead in (False, True):
+        decoder = made()
+        decoder.graphs = "step"
+        whole = Eagerly(decoder)
+        monkeypatch.setattr(decoder, "_whole_for", lambda _cache, whole=whole: whole)
+        run, generator = fb.Run(), torch.Generator().manual_seed(2)
+        sampler = Sampler(top_k=20, repetition_penalty=1.2) if sampled else Sampler(do_sample=False)
+        with fb.bind("exact", run=run):
+            out = decoder.generate(
+                ids, attention_mask=mask, max_new_tokens=25, sampler=sampler, generator=generator, eos=eos, ahead=ahead
+            )
+        (cache,) = whole._spare
+        found.append((out.tolist(), generator.get_state().tolist(), run.report()["attention"]["used"], cache.length))
+        taken = out.shape[1] - LENGTH - 2  # the first came of the prompt, the second was drawn when it was asked for
+        assert whole.tally.replays == (taken if ahead else 0)
+
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("end", ["closed", "raised", "invalid"])
+def test_a_stream_that_ends_early_has_drawn_what_was_asked_for(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, _ = prompts((0,))
+    found = []
+    for ahead in (False, True):
+        decoder = made()
+        decoder.graphs = "step"
+        whole = Eagerly(decoder)
+        monkeypatch.setattr(decoder, "_whole_for", lambda _cache, whole=whole: whole)
+        generator = torch.Generator().manual_seed(2)
+        given = {"max_new_tokens": 25, "sampler": Sampler(), "generator": generator, "eos": (), "ahead": ahead}
+        if end == "raised":
+
+            def stops(token: Token) -> None:
+                if token.index == 6:
+                    raise InterruptedError
+
+            with pytest.raises(InterruptedError):
+                decoder.generate(ids, on_token=stops, **given)
+        else:
+            stream = decoder.stream(ids, **given)
+            for _ in range(7):
+                next(stream)
+            if end == "closed":
+                stream.close()
+            else:
+                decoder.model.norm.weight.fill_(torch.nan)
+                if ahead:  # it was launched before
+                    next(stream)
+                with pytest.raises(DrawError):
+                    next(stream)
+        (cache,) = whole._spare
+        found.append((generator.get_state().tolist(), cache.length))
+        decoder.graphs = True
+
+    assert len(whole._spare) == 1
+    if end != "invalid":
+        assert found[0] == found[1]
 
 
 # ---- glue

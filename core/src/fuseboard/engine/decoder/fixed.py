@@ -138,6 +138,7 @@ class FixedCache:
         self.index = [config.layer_types[:layer].count(kind) for layer, kind in enumerate(config.layer_types)]
         cos, sin = decoder.rotation(torch.arange(self.capacity, device=device)[None], 1)
         self.cos, self.sin = cos[0, :, 0].contiguous(), sin[0, :, 0].contiguous()
+        self._stretched = False
 
     @property
     def nbytes(self) -> int:
@@ -207,12 +208,14 @@ class FixedCache:
         if grew:
             self.grow(decoder)
         rope = decoder.config.rope
-        if rope.kind == "dynamic" and self.length + 1 > rope.trained:
+        outgrown = rope.kind == "dynamic" and self.length + 1 > rope.trained
+        if outgrown or self._stretched:  # if not outgrown: a longer request had this cache before
             with torch.inference_mode(mode=False), torch.no_grad():
                 places = torch.arange(self.capacity, device=self.positions.device)[None]
                 cos, sin = decoder.rotation(places, self.length + 1)
                 self.cos.copy_(cos[0, :, 0])
                 self.sin.copy_(sin[0, :, 0])
+            self._stretched = outgrown
         return grew
 
 

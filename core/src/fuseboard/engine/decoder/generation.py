@@ -1,19 +1,29 @@
-"""What `QwenDecoder` gives and takes while it generates: its tokens, and whoever chooses them."""
+"""How `QwenDecoder` generates: its tokens, whoever chooses them, and the steps one after the other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, TypeAlias
 
 import attrs
 import torch
 from torch import Tensor
 
 from fuseboard.engine.decoder.config import ids_of
-from fuseboard.engine.sampling import Sampler, State
+from fuseboard.engine.sampling import Sampler, State, Step
+from fuseboard.engine.sampling.draws import raise_if_invalid
 from fuseboard.errors import InputError
 
-__all__ = ["Chooser", "Draw", "Token", "check_ids"]
+if TYPE_CHECKING:
+    from fuseboard.engine.decoder.fixed import FixedCache
+    from fuseboard.engine.decoder.kv_cache import KVCache
+    from fuseboard.engine.decoder.model import QwenDecoder
+    from fuseboard.engine.decoder.whole_step import Ahead
+
+__all__ = ["Chooser", "Draw", "Token", "check_ids", "steps"]
+
+_ROOM = 1024
+"""For how many new tokens a fixed cache has room at first."""
 
 Draw: TypeAlias = Callable[[Tensor, int], Tensor]
 """Fp32 logits `(batch, vocab)` and the step's number to ids, `(batch,)` or `(batch, 1)`, without waiting."""
@@ -102,3 +112,120 @@ def check_ids(ids: Tensor) -> None:
         shown = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
         msg = f"ids is {shown}; expected int64 (batch, length), neither of them 0."
         raise InputError("ids", msg)
+
+
+class _Reading:
+    """A step's ids on their way to the host: `State.read` in two parts, so that the next step can be launched between.
+
+    What the host is to see is copied now, since the next step changes the state's tensors.
+    """
+
+    def __init__(self, state: State, ids: Tensor) -> None:
+        self._batch = state.finished.shape[0]
+        values = torch.cat([ids.reshape(-1), state.finished.long(), state.invalid.long()])
+        self._event: torch.cuda.Event | None = None
+        if values.is_cuda:
+            there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(values.device))
+            values = there
+        self._values = values
+
+    def wait(self) -> Step:
+        """The one wait of a step."""
+        if self._event is not None:
+            self._event.synchronize()
+        values, batch = self._values.tolist(), self._batch
+        raise_if_invalid([bool(each) for each in values[-2:]])
+        return Step(tuple(values[:batch]), tuple(bool(each) for each in values[batch:-2]))
+
+
+def steps(
+    decoder: QwenDecoder, ids: Tensor, cache: KVCache, chooser: Chooser, state: State, most: int, *, ahead: bool
+) -> Iterator[Token]:
+    """Generate; what `QwenDecoder.stream` gives.
+
+    Args:
+        decoder: Prepared.
+        ids: The prompts, on its device.
+        cache: New.
+        chooser: Chooses.
+        state: Its own.
+        most: How many tokens at most.
+        ahead: Whether a step may be launched before the ids of the one before are read.
+    """
+    request = _Request(decoder, ids, cache, chooser, state, ahead=ahead and chooser.draw is None)
+    room = ids.shape[1] + min(most, _ROOM)
+    try:
+        for index in range(most):
+            # Entered anew for each step: a generator shares its consumer's thread, so no mode may be on while it waits.
+            with torch.inference_mode(mode=False), torch.no_grad():
+                if index == 1:
+                    request.take_over(room)
+                request.choose(index)
+                step = request.read(last=index + 1 == most)
+            yield Token(index, step.ids, step.finished, request.ids)
+            if step.done and chooser.ends:
+                return
+    finally:
+        request.end()
+
+
+class _Request:
+    """One generation.
+
+    Attributes:
+        ids: What was chosen last, `(batch, 1)`; the prompts before.
+    """
+
+    def __init__(
+        self, decoder: QwenDecoder, ids: Tensor, cache: KVCache, chooser: Chooser, state: State, *, ahead: bool
+    ) -> None:
+        self.ids = ids
+        self._decoder, self._cache, self._chooser, self._state = decoder, cache, chooser, state
+        self._ahead = ahead
+        self._whole = decoder._whole_for(cache)
+        self._held: FixedCache | None = None
+        self._coming: Ahead | None = None
+
+    def take_over(self, room: int) -> None:
+        """After the prompt: a fixed cache for whole steps, if they are asked for."""
+        if self._whole is not None:
+            self._held = self._whole.take(self._cache, room)
+            if self._chooser.draw is None:
+                self._state = self._whole.start(self._held, self._chooser.sampler, self._state)
+
+    def choose(self, index: int) -> None:
+        """Make a step, unless it was launched already."""
+        chooser, whole, held = self._chooser, self._whole, self._held
+        if self._coming is not None:
+            self.ids, self._coming = self._coming.taken(), None
+        elif held is None or whole is None:
+            self.ids = chooser.choose(self._decoder._next(self.ids, self._cache)[:, -1].float(), self._state, index)
+        elif chooser.draw is None:
+            self.ids = whole.draw(self.ids, held, chooser.sampler, self._state)
+        else:
+            self.ids = chooser.choose(whole(self.ids, held)[:, -1].float(), self._state, index)
+
+    def read(self, *, last: bool) -> Step:
+        """The one wait of a step; the next is launched before, where that is wanted."""
+        if last or not self._ahead or self._held is None or self._whole is None:
+            return self._state.read(self.ids)
+        reading = _Reading(self._state, self.ids)
+        self._coming = self._whole.ahead(self.ids, self._held, self._chooser.sampler, self._state)
+        step = reading.wait()
+        if step.done and self._chooser.ends:
+            self._undo()  # before anybody can look
+        return step
+
+    def _undo(self) -> None:
+        if self._coming is not None:
+            self._coming.undo()
+            self._coming = None
+
+    def end(self) -> None:
+        """It is over: what was launched and not asked for leaves no trace, and the next request may have the cache."""
+        self._undo()
+        if self._held is not None and self._whole is not None:
+            self._whole.give_back(self._held)
+            self._held = None

@@ -25,7 +25,7 @@ from fuseboard.engine.decoder import fixed
 from fuseboard.engine.decoder.config import DecoderConfig, ids_of
 from fuseboard.engine.decoder.exact_glue import exact_for
 from fuseboard.engine.decoder.fixed import FixedCache
-from fuseboard.engine.decoder.generation import Chooser, Draw, Token, check_ids
+from fuseboard.engine.decoder.generation import Chooser, Draw, Token, check_ids, steps
 from fuseboard.engine.decoder.glue import Glue, glue_for
 from fuseboard.engine.decoder.kv_cache import KVCache, RealKeys
 from fuseboard.engine.decoder.layers import SITES, Given, Layer, packs_queries
@@ -36,15 +36,13 @@ from fuseboard.engine.decoder.streamed import Streamed
 from fuseboard.engine.decoder.weights import Folder, take
 from fuseboard.engine.decoder.whole_step import WholeSteps
 from fuseboard.engine.graphs import Graphs, unusable
-from fuseboard.engine.sampling import Sampler, State
+from fuseboard.engine.sampling import Sampler
 from fuseboard.errors import InputError
 from fuseboard.masks import MaskInfo
 
 __all__ = ["Draw", "QwenDecoder", "Token"]
 
 _RESERVE = 256
-_AHEAD = 1024
-"""For how many new tokens a fixed cache has room at first."""
 _FORMS = (True, False, "step", "step-eager")
 
 
@@ -599,6 +597,7 @@ class QwenDecoder(nn.Module):
         generator: torch.Generator | None = None,
         eos: int | Iterable[int] | None = None,
         pad: int | None = None,
+        ahead: bool = False,
     ) -> Iterator[Token]:
         """Generate token by token: a generator, which can be closed between any two.
 
@@ -614,6 +613,9 @@ class QwenDecoder(nn.Module):
             generator: What a `Sampler` draws with.
             eos: The id or ids that end a row; None for the sampler's own, else the model's; `()` for none.
             pad: What a row that has ended goes on with; None likewise, else the first of `eos`.
+            ahead: With `graphs = "step"` and a `Sampler`, launch each step before the token before it is given out, so
+                that the device need not wait for the host. The tokens are the same, and a step that nobody asks for
+                leaves no trace; but weights or a policy that you change between two tokens count one token later.
 
         Raises:
             InputError: An argument cannot be right.
@@ -633,34 +635,7 @@ class QwenDecoder(nn.Module):
         cache = self.cache(ids.shape[0], attention_mask=attention_mask, padded=padded, reserve=reserve)
         mask = None if cache.real is None else cache.real.keys
         state = chooser.sampler.start(ids, self.config.vocab_size, generator=generator, attention_mask=mask)
-        return self._steps(ids, cache, chooser, state, max_new_tokens)
-
-    def _steps(
-        self, ids: Tensor, cache: KVCache, chooser: Chooser, state: State, max_new_tokens: int
-    ) -> Iterator[Token]:
-        whole, held = self._whole_for(cache), None
-        tokens = ids.shape[1] + min(max_new_tokens, _AHEAD)
-        try:
-            for index in range(max_new_tokens):
-                # Entered anew for each step: a generator shares its consumer's thread, so no mode may be on while it
-                # waits.
-                with torch.inference_mode(mode=False), torch.no_grad():
-                    if whole is not None and index == 1:
-                        held = whole.take(cache, tokens)
-                        state = state if chooser.draw else whole.start(held, chooser.sampler, state)
-                    if held is None or whole is None:
-                        ids = chooser.choose(self._next(ids, cache)[:, -1].float(), state, index)
-                    elif chooser.draw is None:
-                        ids = whole.draw(ids, held, chooser.sampler, state)
-                    else:
-                        ids = chooser.choose(whole(ids, held)[:, -1].float(), state, index)
-                    step = state.read(ids)  # the one wait
-                yield Token(index, step.ids, step.finished, ids)
-                if step.done and chooser.ends:
-                    return
-        finally:
-            if held is not None and whole is not None:
-                whole.give_back(held)
+        return steps(self, ids, cache, chooser, state, max_new_tokens, ahead=ahead)
 
     # ---- one token over a fixed cache
 
@@ -743,6 +718,7 @@ class QwenDecoder(nn.Module):
         eos: int | Iterable[int] | None = None,
         pad: int | None = None,
         on_token: Callable[[Token], object] | None = None,
+        ahead: bool | None = None,
     ) -> Tensor:
         """Prompts and what follows them, `(batch, length + new)`, as transformers' `generate` returns them.
 
@@ -756,11 +732,12 @@ class QwenDecoder(nn.Module):
             eos: Likewise.
             pad: Likewise.
             on_token: Called after each step; what it raises ends the generation.
+            ahead: As for `stream`; None where there is no `on_token`, so that nobody could tell.
         """
         parts = [ids.to(self.device, non_blocking=True)]
         for token in self.stream(
             ids, max_new_tokens=max_new_tokens, attention_mask=attention_mask, padded=padded, sampler=sampler,
-            generator=generator, eos=eos, pad=pad,
+            generator=generator, eos=eos, pad=pad, ahead=on_token is None if ahead is None else ahead,
         ):  # fmt: skip
             parts.append(token.tensor)
             if on_token is not None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fuseboard.engine.decoder.model import QwenDecoder
     from fuseboard.run import Counted
 
-__all__ = ["WholeSteps"]
+__all__ = ["Ahead", "WholeSteps"]
 
 _SPARE = 4
 """How many caches of requests that are over are kept."""
@@ -56,6 +56,42 @@ class _Captured:
     lies: Signature
     routes: list[tuple[Counted, int]]
     finished: Tensor | None
+
+
+@attrs.define(eq=False)
+class Ahead:
+    """A step that was launched before anybody asked for it. From `WholeSteps.ahead`.
+
+    Attributes:
+        ids: What it draws.
+        cache: Has taken its token in.
+        graphs: Have counted its replay.
+        generator: What it drew with; None when it drew nothing.
+        drawn: The generator's state before.
+        run: Where its attention calls are counted once it is asked for.
+        routes: What answered them.
+    """
+
+    ids: Tensor
+    cache: FixedCache
+    graphs: Graphs
+    generator: torch.Generator | None
+    drawn: Tensor | None
+    run: Run | None
+    routes: list[tuple[Counted, int]]
+
+    def taken(self) -> Tensor:
+        """It is asked for."""
+        _count(self.run, self.routes)
+        return self.ids
+
+    def undo(self) -> None:
+        """Nobody asked for it. What it changed on the device is filled anew before the cache and the state are used."""
+        self.cache.length -= 1
+        with self.graphs.lock:
+            self.graphs.replays -= 1
+        if self.generator is not None and self.drawn is not None:
+            self.generator.set_state(self.drawn)
 
 
 class WholeSteps:
@@ -164,6 +200,37 @@ class WholeSteps:
             return sampler(self(ids, cache), state)
         return self._step(ids, cache, sampler, state)
 
+    def ahead(self, ids: Tensor, cache: FixedCache, sampler: Sampler, state: State) -> Ahead | None:
+        """Launch what `draw` would launch next, if that is a replay and no more; None if it is not.
+
+        Args:
+            ids: What `draw` gave last; they may still be being computed.
+            cache: As for `draw`.
+            sampler: Likewise.
+            state: Likewise.
+        """
+        graphs, decoder = self._graphs, self._decoder
+        if graphs is None or decoder.streamed or (sampler.do_sample and state.generator is None):
+            return None
+        with graphs.lock, torch.cuda.device(graphs.device):
+            if graphs.failure is not None or torch.is_grad_enabled() or cache.length >= cache.capacity:
+                return None
+            binding = context.bound()
+            generator = state.generator if sampler.do_sample else None
+            found = self._captured.get(cache, {}).get(_key(binding, sampler, generator))
+            if found is None or found.finished is not state.finished or found.lies.changed():
+                return None
+            drawn = None if generator is None else generator.get_state()
+            stream = torch.cuda.current_stream(graphs.device)
+            if self._done is not None:
+                stream.wait_event(self._done)
+            cache.prepare(decoder)
+            answer = self._launched(found, ids, cache, generator, graphs)
+            if self._done is not None:
+                self._done.record(stream)
+        run = None if binding is None else binding.run
+        return Ahead(answer, cache, graphs, generator, drawn, run, found.routes)
+
     def _step(self, ids: Tensor, cache: FixedCache, sampler: Sampler | None, state: State | None) -> Tensor:
         decoder, graphs = self._decoder, self._graphs
         fixed.check(decoder, ids, cache)
@@ -195,7 +262,7 @@ class WholeSteps:
     ) -> Tensor:
         binding = context.bound()
         generator = None if state is None or sampler is None or not sampler.do_sample else state.generator
-        key = (None if binding is None else binding.policy, sampler, generator is not None)
+        key = _key(binding, sampler, generator)
         held = self._captured.setdefault(cache, {})
         found = held.get(key)
         if found is not None and found.lies.changed():
@@ -212,15 +279,18 @@ class WholeSteps:
             while len(held) >= _EACH:
                 graphs.drop([held.pop(next(iter(held))).graph])
             held[key] = found
+        answer = self._launched(found, ids, cache, generator, graphs)
+        _count(None if binding is None else binding.run, found.routes)
+        return answer
+
+    def _launched(
+        self, found: _Captured, ids: Tensor, cache: FixedCache, generator: torch.Generator | None, graphs: Graphs
+    ) -> Tensor:
         found.ids.copy_(ids)
         drawing = contextlib.nullcontext() if generator is None else graphs.drawing(generator)
         with self._decoder.one_pass(), drawing:
             answer = found.graph.launch().clone()
         cache.length += 1
-        if binding is not None and binding.run is not None:
-            for route, count in found.routes:
-                for _ in range(count):
-                    binding.run.tick(route)
         return answer
 
     def _capture(
@@ -321,6 +391,17 @@ def _function(
         return sampler(logits(), attrs.evolve(state, generator=graphs.generator))
 
     return drawn
+
+
+def _key(binding: context.Binding | None, sampler: Sampler | None, generator: torch.Generator | None) -> _Key:
+    return (None if binding is None else binding.policy, sampler, generator is not None)
+
+
+def _count(run: Run | None, routes: list[tuple[Counted, int]]) -> None:
+    if run is not None:
+        for route, count in routes:
+            for _ in range(count):
+                run.tick(route)
 
 
 def _copied(state: State) -> State:
