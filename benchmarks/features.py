@@ -222,7 +222,9 @@ def one(name: str, rounds: int) -> None:
     torch.nn.functional.conv1d(small @ small, small)
     wanted = CONCERNS.get(name, ALL)
     if any("decoder" in label for label in wanted):
-        import fuseboard.engine.decoder
+        from fuseboard.engine.decoder import QwenDecoder
+
+        QwenDecoder(DECODER)  # loads much of torch; on the meta device
     say(ready=applied.as_json())
 
     seconds = float(sys.stdin.readline())

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -556,3 +557,10 @@ def test_the_page_names_every_switch_with_its_effect_of_one_line():
     page = (ROOT / "docs" / "features.md").read_text()
 
     assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(SWITCHES)
+
+
+def test_the_benchmark_has_operations_for_every_switch(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    concerns = runpy.run_path(str(ROOT / "benchmarks" / "features.py"))["CONCERNS"]
+
+    assert list(concerns) == list(SWITCHES)
