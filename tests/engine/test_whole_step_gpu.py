@@ -14,6 +14,7 @@ import fuseboard as fb
 from fuseboard.engine.decoder import QwenDecoder
 from fuseboard.engine.decoder.fixed import FixedCache
 from fuseboard.engine.decoder.glue import Glue
+from fuseboard.engine.decoder.layers import reference
 from fuseboard.engine.decoder.whole_step import WholeSteps
 from fuseboard.engine.graphs import Graphs
 from fuseboard.engine.sampling import DrawError, Sampler
@@ -158,14 +159,80 @@ def test_glue_gives_the_plain_form_s_numbers_but_for_rounding() -> None:
         assert glued.report()["glue"] == "Triton, products too"
 
 
+def difference(mine: Tensor, theirs: Tensor) -> tuple[int, str] | None:
+    """The first step whose logits differ, and in which rows, and whether numbers are missing there."""
+    for step, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+        if not torch.equal(a, b):
+            rows = [row for row in range(len(a)) if not torch.equal(a[row], b[row])]
+            nans = [[int(each[row].isnan().sum()) for row in rows] for each in (a, b)]
+            most = float((a - b).float().abs().nan_to_num().max())
+            return step, f"step {step}, rows {rows}, NaN in them {nans}, else at most {most} apart"
+    return None
+
+
+@torch.no_grad()
+def seen_at(decoder: QwenDecoder, at: int) -> dict[str, Tensor]:
+    """What each layer's attention is given and gives in one eager step."""
+    cache, ids = begun(decoder)
+    seen: dict[str, Tensor] = {}
+    attend = type(decoder.model.layers[0]).attend
+
+    def keeps(layer: Any, q: Tensor, k: Tensor, v: Tensor, given: Any) -> Tensor:
+        out = attend(layer, q, k, v, given)
+        index = len(seen) // 5
+        for name, each in (("q", q), ("k", k), ("v", v), ("mask", given.mask), ("answer", out)):
+            seen[f"layer {index} {name}, {tuple(each.shape)} of strides {each.stride()}"] = each.clone()
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        for step in range(at + 1):
+            if step == at:
+                patch.setattr(type(decoder.model.layers[0]), "attend", keeps)
+            ids = decoder.step(ids, cache)[:, -1].argmax(-1, keepdim=True)
+    return seen
+
+
+def explained(decoder: QwenDecoder, at: int) -> str:
+    """Where in that step two eager runs part, or where the first number is missing."""
+    mine, theirs = seen_at(decoder, at), seen_at(decoder, at)
+    for name, each in mine.items():
+        missing = each.isnan().nonzero()[:4].tolist() if each.is_floating_point() else []
+        if missing or not torch.equal(each, theirs[name]):
+            differ = (each != theirs[name]).nonzero()[:4].tolist()
+            return f"in {name}: NaN at {missing}, the two runs differ at {differ}"
+    return "in what attention is given and gives nothing differs"
+
+
 def test_a_cache_that_is_full_doubles_and_is_captured_anew() -> None:
     decoder = made(**SLIDING)
     steps = WholeSteps(decoder, Graphs("cuda"))
     want = run(decoder, None, count=300)
+    # Two eager runs first: what differs between them is nothing that a graph does.
+    apart = difference(run(decoder, None, count=300), want)
+    assert apart is None, f"two eager runs: {apart[1]}; {explained(decoder, apart[0])}"
 
-    assert torch.equal(run(decoder, steps, count=300), want)
+    apart = difference(run(decoder, steps, count=300), want)
+    assert apart is None, apart[1]
     assert steps.report()["captured"] == 2
     assert steps.report()["eager steps"] == 0
+
+
+@pytest.mark.parametrize("size", [8, 9, 24, 64, 200, 256])
+@pytest.mark.parametrize("masked", [True, False])
+@torch.no_grad()
+def test_torch_s_attention_reads_no_memory_behind_the_keys_that_it_is_given(size: int, masked: bool) -> None:
+    """A ring of few slots has other tensors behind it: what lies there must not matter, be it no number."""
+    shape = (3, 2, size, 64)
+    q = torch.randn(3, 4, 1, 64, device="cuda", dtype=torch.bfloat16)
+    real = torch.randn(2, *shape, device="cuda", dtype=torch.bfloat16)
+    mask = torch.ones(3, 1, 1, size, dtype=torch.bool, device="cuda") if masked else None
+    found = []
+    for behind in (0.0, torch.nan):
+        memory = torch.full((2, real[0].numel() + 2**17), behind, device="cuda", dtype=torch.bfloat16)
+        k, v = (each[: real[0].numel()].view(shape).copy_(one) for each, one in zip(memory, real, strict=True))
+        found.append(reference(q, k, v, mask, enable_gqa=True))
+
+    assert torch.equal(*found), f"NaN in {found[1].isnan().nonzero()[:4].tolist()}"
 
 
 def test_caches_in_turn_keep_apart_and_graphs_go_with_them() -> None:
@@ -432,6 +499,67 @@ def test_a_step_waits_for_nothing() -> None:
 
     assert logits.isfinite().all()
     assert steps.report()["failed"] is None
+
+
+# ---- launching ahead
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("form", ["plain", "products"])
+@pytest.mark.parametrize("eos", [(), 7, tuple(range(100, 140))])
+def test_steps_launched_ahead_leave_tokens_generators_and_counts_alone(eos: object, form: str, sampled: bool) -> None:
+    decoder = made()
+    if form == "products":
+        decoder.fuse(products=True)
+    decoder.graphs = "step"
+    ids, mask = prompts()
+    found = []
+    for ahead in (False, True, False, True):
+        sampler = Sampler(temperature=0.9, top_k=40, repetition_penalty=1.2) if sampled else None
+        generator, record = torch.Generator("cuda").manual_seed(3), fb.Run()
+        with fb.bind("exact", run=record):
+            out = decoder.generate(
+                ids, attention_mask=mask, max_new_tokens=40, sampler=sampler, generator=generator, eos=eos, ahead=ahead
+            )
+        used = sum(record.report()["attention"]["used"].values())
+        found.append((out.tolist(), generator.get_state().tolist(), used))
+        assert used == LAYERS * (out.shape[1] - LENGTH)
+
+    assert found[0] == found[1] == found[2] == found[3]
+    assert decoder.report()["step"]["form"] == "one graph", decoder.report()
+
+
+def test_a_cache_that_is_full_doubles_while_steps_are_launched_ahead() -> None:
+    decoder = made()
+    decoder.graphs = "step"
+    ids, mask = prompts()
+    sampler = Sampler(top_k=30)
+    found = []
+    for ahead in (False, True):
+        generator = torch.Generator("cuda").manual_seed(1)
+        stream = decoder.stream(
+            ids, attention_mask=mask, max_new_tokens=1400, sampler=sampler, generator=generator, eos=(), ahead=ahead
+        )
+        found.append([token.ids for token in stream])
+
+    assert found[0] == found[1]
+
+
+def test_a_stream_that_is_closed_has_drawn_what_was_asked_for() -> None:
+    decoder = made()
+    decoder.graphs = "step"
+    ids, mask = prompts()
+    found = []
+    for ahead in (False, True):
+        generator = torch.Generator("cuda").manual_seed(1)
+        stream = decoder.stream(
+            ids, attention_mask=mask, max_new_tokens=20, sampler=Sampler(), generator=generator, eos=(), ahead=ahead
+        )
+        tokens = [next(stream).ids for _ in range(7)]
+        stream.close()
+        found.append((tokens, generator.get_state().tolist()))
+
+    assert found[0] == found[1]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
