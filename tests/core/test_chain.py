@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from fakes import Fake, entry, entry_of, hooks_of, in_threads, qkv, raising, registered, right, same_bits, sdpa
+from fakes import CPU, Fake, entry, entry_of, hooks_of, in_threads, qkv, raising, registered, right, same_bits, sdpa
 
 import fuseboard as fb
 from fuseboard.chain import MAX_ROUTES
@@ -81,6 +81,31 @@ def test_a_backend_that_was_asked_for_by_name_is_a_fallback_whatever_the_reason(
         fb.attention(*qkv(), site=site)
 
     assert report(run) == ({"reference": 1}, {"gpu→reference": {"device cpu": 1}})
+
+
+def test_what_answers_to_its_name_alone_is_neither_taken_nor_probed_by_other_policies(site):
+    shy, probes = Fake(), []
+
+    def probe(device):
+        probes.append(device)
+
+    hooks = hooks_of(shy, by_name={"cpu"}) | {"probe": probe, "rank": lambda: 0.0}
+    with registered(entry_of("shy", **hooks), entry("bold"), probed=False):
+        for policy in ("fast", "exact", "bold"):
+            run = fb.Run()
+            with fb.bind(policy, run=run):
+                fb.attention(*qkv(), site=site)
+            assert run.report()["attention"]["used"] == {"bold": 1}
+            assert run.report()["attention"]["fallbacks"] == {}
+        assert (shy.calls, probes) == (0, [])
+        with fb.bind("shy"):
+            fb.attention(*qkv(), site=site)
+        assert probes == [CPU]
+        told = fb.explain(site, *qkv(), policy="fast")
+
+    assert shy.calls > 1  # its self-test, and the call
+    (refusal,) = next(each for each in told.candidates if each.name == "shy").refusals
+    assert str(refusal) == "policy is fast, allowed its name on cpu (nearest: policy 'shy')"
 
 
 def test_a_guard_is_asked_for_each_combination_of_sizes_and_once(site):

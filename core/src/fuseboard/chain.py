@@ -190,6 +190,10 @@ class Chain:
         refusals = (*refusals, *known_bad_for(backend.known_bad, call, backend.name))
         approximate = backend.exactness(call) is not Exactness.EXACT
         named = backend.name == policy.backend_name
+        if call.device_type in backend.constraints.by_name and not named:
+            allowed, reason = f"its name on {call.device_type}", "answers to its name alone"
+            refusal = Refusal(backend.name, "policy", policy.name, allowed, f"policy {backend.name!r}", reason)
+            return Link(backend, form, (*refusals, refusal), wanted=False)
         if approximate and not self.site.approx_ok:
             reason = "site refuses approximate backends"
             refusals = (

@@ -243,6 +243,7 @@ class Constraints:
         any_stride: Takes q, k and v whose last dimension is not contiguous.
         wrapped: Takes tensors of these kinds (`Call.wrapped`); `*` for all.
         guards: Limits on exact sizes.
+        by_name: Device types on which only a policy that names it takes it, such as a form that is there for checking.
     """
 
     devices: frozenset[str] = attrs.field(converter=_set)
@@ -273,6 +274,7 @@ class Constraints:
     any_stride: bool = False
     wrapped: frozenset[str] = attrs.field(default=frozenset(), converter=_set)
     guards: tuple[Guard, ...] = attrs.field(default=(), converter=_tuple, validator=_all_are(Guard))
+    by_name: frozenset[str] = attrs.field(default=frozenset(), converter=_set)
 
     def form(self, call: Call) -> Form:
         """How a kernel is given the call's mask: the structure where it takes it, else the mask, maybe written out."""

@@ -24,7 +24,6 @@ from fuseboard import (
     Guard,
     HeadDims,
     KnownBad,
-    Later,
     MaskInfo,
     Sizes,
     StructureRule,
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 __all__ = ["LIMITS", "TileLang"]
 
 HALVES = (torch.float16, torch.bfloat16)
-NEVER = 2**40  # calls
 
 
 def _dtype_fits(call: Call, _sizes: Sizes) -> bool:
@@ -75,6 +73,7 @@ LIMITS = Constraints(
             lambda sizes: sizes.q_length + sizes.k_length,
         ),
     ),
+    by_name={"cpu"},  # where it is for checking, not for speed
 )  # fmt: skip
 """What it takes. It has no dense mask, no dropout and no backward."""
 
@@ -175,21 +174,6 @@ class TileLang:
         tensors = (q, k, v, out) if lengths is None else (q, k, v, lengths, out)
         kernel(*tensors, factor, q.shape[1] // k.shape[1], offset, left, right)
         return out
-
-    def declines(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        mask: Tensor | None,
-        mask_info: MaskInfo | None,
-        causal: bool,
-        scale: float | None,
-        dropout_p: float,
-    ) -> Later | None:
-        """On the CPU it answers to its name alone."""
-        return Later("on the CPU TileLang is for checking, not for speed: name it", NEVER) if self._cpu else None
 
     def _kernel(self, q: Tensor, bounded: bool, lengths: bool) -> Compiled:
         key = (q.dtype, q.shape[3], bounded, lengths)
