@@ -2,9 +2,11 @@
 
 A model of Qwen3-0.6B's shape with random weights generates greedily from one prompt. Every variant is run once to
 compile and capture, then all are run round after round, so that drift hits all alike. A token's time is the median
-over rounds of (last token - first token) / tokens between: the prompt is not in it. Device time and launches are the
-profiler's, over some tokens in the middle. The floor is the bytes of the weights over the bandwidth of a large copy in
-the same run. A variant that fails is shown with its reason, and the others go on.
+over rounds of (last token - first token) / tokens between: the prompt is not in it; variants whose launches the host
+makes one by one generate fewer tokens. Device time and launches are the profiler's, over some tokens in the middle.
+When a batch size has used its share of `--seconds`, its later rounds are left out. The floor is the bytes of the
+weights over the bandwidth of a large copy in the same run. A variant that fails is shown with its reason, and the
+others go on.
 
     python benchmarks/decode.py [--out DIR] [--only NAME,...] [--batches 1,8] [--rounds N] [--no-compile]
     python benchmarks/decode.py --tiny --device cpu       # shows that it runs, not what it costs
@@ -48,8 +50,8 @@ TINY = SHAPE | {
 }  # fmt: skip
 PROFILED = 8
 """How many tokens the profiler sees, after as many that it does not."""
-SECONDS = 6.0
-"""A variant that has been timed for so long is left out of the rounds that follow."""
+EAGER = 24
+"""How many tokens a variant generates whose launches the host makes one by one."""
 SHOWN = 14
 """How many kernels of a variant are kept, those that take longest."""
 
@@ -83,6 +85,7 @@ class Variant:
         run: Generates so many tokens, calling the function after each.
         report: What it says about itself afterwards.
         equal_to: Whose ids its own are compared with.
+        most: How many tokens it generates at most.
         runs: What was measured.
         found: Its numbers.
     """
@@ -91,12 +94,14 @@ class Variant:
     run: Callable[[Tensor, int, Callable[[], None]], Tensor]
     report: Callable[[], Any] = dict
     equal_to: str = "eager"
+    most: int = 2**31
     runs: list[Run] = attrs.field(factory=list)
     found: dict[str, Any] = attrs.field(factory=dict)
 
     def measured(self, ids: Tensor, new: int) -> Run:
         """One generation, timed."""
         times: list[float] = []
+        new = min(new, self.most)
         synchronise(ids.device)
         begin = time.perf_counter()
         out = self.run(ids, new, lambda: times.append(time.perf_counter()))
@@ -112,20 +117,23 @@ def synchronise(device: torch.device) -> None:
 # ---- the variants
 
 
-def ours(name: str, decoder: QwenDecoder, form: bool | str, policy: str | None, **given: Any) -> Variant:
-    """QwenDecoder in one form, under a policy."""
+def ours(
+    name: str, decoder: QwenDecoder, form: bool | str, policy: str | None, *, exact: bool = True, ahead: bool = False,
+    equal_to: str = "eager",
+) -> Variant:  # fmt: skip
+    """QwenDecoder in one form, under a policy, with or without its kernels that have torch's bits."""
 
     def run(ids: Tensor, new: int, tick: Callable[[], None]) -> Tensor:
-        decoder.graphs = form
+        decoder.graphs, decoder.exact_glue = form, exact
         with fb.bind(policy) if policy else contextlib.nullcontext():
-            return decoder.generate(ids, max_new_tokens=new, eos=(), on_token=lambda _token: tick())
+            return decoder.generate(ids, max_new_tokens=new, eos=(), on_token=lambda _token: tick(), ahead=ahead)
 
     def report() -> Any:
-        decoder.graphs = form
+        decoder.graphs, decoder.exact_glue = form, exact
         found = decoder.report()
-        return {key: found[key] for key in ("graphs", "step", "glue", "fused_projections", "streamed")}
+        return {key: found[key] for key in ("graphs", "step", "exact_glue", "glue", "fused_projections", "streamed")}
 
-    return Variant(name, run, report, **given)
+    return Variant(name, run, report, equal_to, EAGER if form in (False, "step-eager") else 2**31)
 
 
 def theirs(name: str, model: Any, **given: Any) -> Variant:
@@ -143,7 +151,7 @@ def theirs(name: str, model: Any, **given: Any) -> Variant:
             stopping_criteria=[criterion], **given,
         )  # fmt: skip
 
-    return Variant(name, run)
+    return Variant(name, run, most=2**31 if given else EAGER)
 
 
 def variants(options: argparse.Namespace, device: torch.device, batch: int) -> Iterator[Variant]:
@@ -153,6 +161,7 @@ def variants(options: argparse.Namespace, device: torch.device, batch: int) -> I
     model, decoder = models(shape, device, dtype)
     eager = ours("eager", decoder, False, None)
     yield eager
+    yield ours("eager, torch's kernels", decoder, False, None, exact=False)
     if model is not None:
         yield theirs("transformers eager", model)
         if not options.no_compile and batch in options.compiled:
@@ -174,6 +183,10 @@ def variants(options: argparse.Namespace, device: torch.device, batch: int) -> I
             fused = decoder_of(shape, state).fuse(**dict.fromkeys(more, True))
             added = "+".join((title, "fused", *more))
             yield ours(f"whole step {added}", fused, "step", policy, equal_to=f"whole step {title}")
+            if more:
+                yield ours(
+                    f"whole step {added}, ahead", fused, "step", policy, ahead=True, equal_to=f"whole step {added}"
+                )
             yield ours(f"step-eager {added}", fused, "step-eager", policy, equal_to=f"whole step {added}")
 
     if batch in options.streamed:
@@ -239,12 +252,12 @@ def decoder_of(shape: dict[str, Any], state: dict[str, Tensor]) -> QwenDecoder:
 # ---- measuring
 
 
-def profiled(variant: Variant, ids: Tensor, new: int) -> dict[str, Any]:
+def profiled(variant: Variant, ids: Tensor) -> dict[str, Any]:
     """Device time and launches of a token, and its kernels."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
-    profiler = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
+    profiler = profile(activities=[ProfilerActivity.CUDA])  # what the host does is many events, and takes seconds
     seen = 0
 
     def tick() -> None:
@@ -257,7 +270,7 @@ def profiled(variant: Variant, ids: Tensor, new: int) -> dict[str, Any]:
             synchronise(ids.device)
             profiler.stop()
 
-    variant.run(ids, max(2 * PROFILED + 2, min(new, 24)), tick)
+    variant.run(ids, 2 * PROFILED + 2, tick)
     kernels: dict[str, list[float]] = {}
     for event in profiler.events() or ():
         if event.device_type == DeviceType.CUDA and not event.name.startswith(("Memset", "ProfilerStep")):
@@ -288,8 +301,8 @@ def bandwidth(device: torch.device, megabytes: int) -> float:
     return 2 * source.nbytes / best
 
 
-def measure(options: argparse.Namespace, device: torch.device, batch: int) -> list[Variant]:
-    """All variants of one batch size."""
+def measure(options: argparse.Namespace, device: torch.device, batch: int, deadline: float) -> list[Variant]:
+    """All variants of one batch size. After the deadline those that were timed once are not timed again."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = (TINY if options.tiny else SHAPE)["vocab_size"]
     ids = torch.randint(1, vocabulary, (batch, options.prompt), generator=generator).to(device)
@@ -302,15 +315,13 @@ def measure(options: argparse.Namespace, device: torch.device, batch: int) -> li
         if "failed" not in variant.found:
             print(f"batch {batch}: {variant.name}: {variant.found['first'].seconds:.2f} s at first", flush=True)
     alive = [each for each in made if "failed" not in each.found]
-    timed = [each for each in alive if not each.name.startswith("step-eager")]
-    for _ in range(options.rounds):
-        for variant in timed:
-            if sum(each.seconds for each in variant.runs) > SECONDS:
-                continue
-            guarded(variant, "timed run", lambda v=variant: v.runs.append(v.measured(ids, options.new)))
-    if device.type == "cuda":
-        for variant in timed:
-            guarded(variant, "profile", lambda v=variant: v.found.update(profiled(v, ids, options.new)), fatal=False)
+    for number in range(options.rounds):
+        for variant in alive:
+            if number == 0 or time.perf_counter() < deadline:
+                guarded(variant, "timed run", lambda v=variant: v.runs.append(v.measured(ids, options.new)))
+        if number == 0 and device.type == "cuda":
+            for variant in alive:
+                guarded(variant, "profile", lambda v=variant: v.found.update(profiled(v, ids)), fatal=False)
     summed_up(alive, {each.name: each for each in made}, options.prompt)
     return made
 
@@ -332,10 +343,10 @@ def summed_up(alive: list[Variant], by_name: dict[str, Variant], prompt: int) ->
 
 
 def same(mine: Tensor, theirs: Tensor, prompt: int) -> str:
-    """`all`, or how many tokens are, up to the first of any row that is not."""
-    if torch.equal(mine, theirs):
-        return "all"
+    """`all` that both generated, or how many tokens are, up to the first of any row that is not."""
     length = min(mine.shape[1], theirs.shape[1])
+    if torch.equal(mine[:, :length], theirs[:, :length]):
+        return "all"
     equal = (mine[:, prompt:length] == theirs[:, prompt:length]).all(0).long()
     return f"first {int(equal.cumprod(0).sum())}"
 
@@ -446,12 +457,16 @@ def main() -> int:
     parser.add_argument("--no-compile", action="store_true", help="leave the compiled static cache out")
     parser.add_argument("--policies", default="flash", help="backends for whole steps (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="timed runs of each variant (default %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=150, help="leave rounds out after so long (default %(default)s)"
+    )
     parser.add_argument("--prompt", type=int, default=128, help="tokens of the prompt (default %(default)s)")
     parser.add_argument("--new", type=int, default=64, help="tokens to generate (default %(default)s)")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a tiny model: shows that it runs, not what it costs")
     parser.add_argument("--plot", type=Path, metavar="JSON", help="draw decode.svg again beside this result, no more")
     options = parser.parse_args()
+    begun = time.perf_counter()
     if options.plot:
         result = json.loads(options.plot.read_text(encoding="utf-8"))
         options.plot.with_suffix(".svg").write_text(plot(result), encoding="utf-8")
@@ -479,9 +494,11 @@ def main() -> int:
     }  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers' own, about generation flags
-        for batch in map(int, options.batches.split(",")):
+        batches = [int(each) for each in options.batches.split(",")]
+        for place, batch in enumerate(batches):
+            deadline = begun + options.seconds * (place + 1) / len(batches)
             try:
-                found = measure(options, device, batch)
+                found = measure(options, device, batch, deadline)
                 result["batches"][str(batch)] = [row(each, floor) for each in found]
             except Exception:  # noqa: BLE001 - the other batch sizes go on
                 print(f"batch {batch} failed:\n{traceback.format_exc()}", flush=True)

@@ -1108,3 +1108,25 @@ def test_a_dynamic_model_that_has_grown_is_taken_over_as_it_began():
 
     assert decoder.report()["rope"] == "dynamic"
     compare(model_of(**SHAPES["dynamic, outgrown"]), (0,), steps=16, decoder=decoder)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_keys_and_values_in_one_memory_are_taken_in_as_those_apart(window: int | None, heads: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    together, apart = KVCache([window], 2, reserve=8), KVCache([window], 2, reserve=8)
+    for new in (7, *(1,) * 150):
+        both = torch.randn(2, 2, new, heads, 4, generator=generator)
+        k, v = both.unbind(0)
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        one = as_one(k, v)
+        assert one is not None
+        assert torch.equal(one, torch.stack((k, v)))
+        assert as_one(k.clone(), v.clone()) is None
+        assert as_one(v, k) is None
+        found, wanted = together.put(0, k, v), apart.put(0, k.clone(), v.clone())
+        assert all(map(torch.equal, found, wanted))
+        assert [each.stride() for each in found] == [each.stride() for each in wanted]
+        together.end(new)
+        apart.end(new)
+        assert all(map(torch.equal, together.held(0), apart.held(0)))

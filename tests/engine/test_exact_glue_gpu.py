@@ -12,6 +12,7 @@ from torch import Tensor
 from fuseboard.engine.decoder import QwenDecoder
 from fuseboard.engine.decoder.config import DecoderConfig
 from fuseboard.engine.decoder.exact_glue import ExactGlue, exact_for
+from fuseboard.engine.decoder.kv_cache import as_one
 from fuseboard.engine.decoder.launch import Launcher
 from fuseboard.engine.decoder.norms import upcast_norm
 from fuseboard.engine.decoder.rope import rotate
@@ -76,18 +77,18 @@ def test_norms_rotations_and_gates_have_torch_s_bits(shape: str, dtype: torch.dt
             assert torch.equal(glue.norm(x, None, eps)[1], upcast_norm(x, eps))
 
         qkv = drawn(batch, 1, both + kv_heads, dim, dtype=dtype, seed=seed)
-        q, k = qkv[:, :, :heads], qkv[:, :, heads:both]
+        q, k, v = qkv[:, :, :heads], qkv[:, :, heads:both], qkv[:, :, both:]
         weights = (drawn(dim, dtype=dtype, seed=seed), drawn(dim, dtype=dtype, seed=seed + 1)) if seed % 2 else None
         rows = batch if seed % 3 else 1
         cos, sin = (drawn(rows, 1, 1, dim, dtype=dtype, seed=seed + at) for at in (2, 3))
         for joined in (False, True):
-            found = glue.rotate(q, k, weights, cos, sin, joined=joined)
-            wanted = (q, k) if weights is None else (weights[0] * q, weights[1] * k)
-            for mine, theirs in zip(found, wanted, strict=True):
-                right = rotate(theirs, cos, sin).transpose(1, 2)
-                assert torch.equal(mine, right)
-                if not joined:
-                    assert mine.stride() == rotate(theirs.contiguous(), cos, sin).transpose(1, 2).stride()
+            found = glue.rotate(q, k, v, weights, cos, sin, joined=joined)
+            weighted = (q, k) if weights is None else (weights[0] * q, weights[1] * k)
+            wanted = [rotate(each, cos, sin).transpose(1, 2) for each in weighted]
+            assert all(map(torch.equal, found, (*wanted, v.transpose(1, 2))))
+            assert as_one(found[1], found[2]) is not None
+            held = rotate(qkv[:, :, :both] if joined else q.contiguous(), cos, sin)[:, :, :heads]
+            assert found[0].stride() == held.transpose(1, 2).stride()
 
         gate_up = drawn(batch, 1, 2 * config.intermediate_size, dtype=dtype, scale=8.0, seed=seed)
         for gate, up in (gate_up.chunk(2, dim=-1), [each.contiguous() for each in gate_up.chunk(2, dim=-1)]):

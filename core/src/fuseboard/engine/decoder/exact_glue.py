@@ -111,34 +111,41 @@ class ExactGlue:
         return total, out
 
     def rotate(
-        self, q: Tensor, k: Tensor, weights: tuple[Tensor, Tensor] | None, cos: Tensor, sin: Tensor, *, joined: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Queries and keys weighted and rotated, `(batch, heads, 1, head_dim)`, each transposed.
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        weights: tuple[Tensor, Tensor] | None,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        joined: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys weighted and rotated, `(batch, heads, 1, head_dim)`, each transposed; values beside keys.
 
         Args:
             q: `(batch, 1, heads, head_dim)`.
             k: Likewise, of the keys' heads.
+            v: Likewise.
             weights: `(head_dim,)` each; None for 1.
             cos: `(batch or 1, 1, 1, head_dim)`.
             sin: Likewise, `signed`.
-            joined: Whether both shall lie in one tensor, queries before keys.
+            joined: Whether the queries shall lie as if keys lay behind those of each row: attention kernels are chosen
+                by that too.
         """
         batch, _, heads, dim = q.shape
         kv_heads = k.shape[2]
-        q, k = _rows(q), _rows(k)
-        if joined:
-            both = q.new_empty(batch, 1, heads + kv_heads, dim)
-            q_out, k_out = both[:, :, :heads], both[:, :, heads:]
-        else:
-            q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
+        q, k, v = _rows(q), _rows(k), _rows(v)
+        q_out = q.new_empty(batch, 1, heads + kv_heads if joined else heads, dim)[:, :, :heads]
+        k_out, v_out = k.new_empty(2, batch, 1, kv_heads, dim).unbind(0)
         if cos.stride(-1) != 1 or cos.stride() != sin.stride():
             cos, sin = cos.contiguous(), sin.contiguous()
         self._rotated(
-            (batch, heads + kv_heads), q, k, *((q, k) if weights is None else weights), cos, sin, q_out, k_out,
-            q.stride(0), k.stride(0), cos.stride(0) if cos.shape[0] > 1 else 0, q_out.stride(0), k_out.stride(0),
-            heads, dim, 1 << (dim - 1).bit_length(), weights is not None,
+            (batch, heads + 2 * kv_heads), q, k, v, *((q, k) if weights is None else weights), cos, sin, q_out, k_out,
+            v_out, q.stride(0), k.stride(0), v.stride(0), cos.stride(0) if cos.shape[0] > 1 else 0, q_out.stride(0),
+            heads, kv_heads, dim, 1 << (dim - 1).bit_length(), weights is not None,
         )  # fmt: skip
-        return q_out.transpose(1, 2), k_out.transpose(1, 2)
+        return q_out.transpose(1, 2), k_out.transpose(1, 2), v_out.transpose(1, 2)
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         """`silu(gate) * up`, `(batch, 1, size)`, contiguous."""
@@ -312,17 +319,18 @@ class _Trial:
 
     def rotations(self) -> bool:
         _, heads, kv_heads, dim, qk_norm = self.sizes
-        both = heads + kv_heads
+        both = heads + 2 * kv_heads
         for batch, rows, joined in ((1, 1, False), (3, 1, False), (3, 3, False), (1, 1, True), (3, 3, True)):
             mixed = self.shuffled().repeat(-(-batch * both * dim // 2**16))[: batch * both * dim]
             mixed = mixed.view(batch, 1, both, dim)
-            q, k = mixed[:, :, :heads], mixed[:, :, heads:]
+            q, k, v = mixed[:, :, :heads], mixed[:, :, heads : both - kv_heads], mixed[:, :, both - kv_heads :]
             if not joined:
-                q, k = q.contiguous(), k.contiguous()
+                q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
             cos, sin = self.drawn(rows, 1, 1, dim), self.drawn(rows, 1, 1, dim)
             weights = (self.drawn(dim), self.drawn(dim)) if qk_norm else None
-            found = self.glue.rotate(q, k, weights, cos, sin, joined=joined)
-            wanted = (q, k) if weights is None else (weights[0] * q, weights[1] * k)
-            if not all(_same(mine, rotate(x, cos, sin).transpose(1, 2)) for mine, x in zip(found, wanted, strict=True)):
+            found = self.glue.rotate(q, k, v, weights, cos, sin, joined=joined)
+            weighted = (q, k) if weights is None else (weights[0] * q, weights[1] * k)
+            wanted = (*(rotate(x, cos, sin) for x in weighted), v)
+            if not all(_same(mine, x.transpose(1, 2)) for mine, x in zip(found, wanted, strict=True)):
                 return False
         return True

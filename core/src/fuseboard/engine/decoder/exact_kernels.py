@@ -55,34 +55,40 @@ def rooted(mean, out, count, eps, BLOCK: tl.constexpr):
 
 @triton.jit
 def rotated(
-    q, k, q_weight, k_weight, cos, sin, q_out, k_out, q_by_row, k_by_row, angles_by_row, q_out_by_row, k_out_by_row,
-    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, WEIGHT: tl.constexpr,
+    q, k, v, q_weight, k_weight, cos, sin, q_out, k_out, v_out, q_by_row, k_by_row, v_by_row, angles_by_row,
+    q_out_by_row, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    WEIGHT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     at = tl.arange(0, BLOCK)
     real = at < DIM
-    half = (at + DIM // 2) % DIM
-    if head < HEADS:
-        source = q + row * q_by_row + head * DIM
-        target = q_out + row * q_out_by_row + head * DIM
-        scales = q_weight
+    if head >= HEADS + KV_HEADS:
+        own = head - HEADS - KV_HEADS
+        moved = tl.load(v + row * v_by_row + own * DIM + at, mask=real, other=0.0)
+        tl.store(v_out + (row * KV_HEADS + own) * DIM + at, moved, mask=real)
     else:
-        source = k + row * k_by_row + (head - HEADS) * DIM
-        target = k_out + row * k_out_by_row + (head - HEADS) * DIM
-        scales = k_weight
-    x = tl.load(source + at, mask=real, other=0.0)
-    y = tl.load(source + half, mask=real, other=0.0)
-    if WEIGHT:
-        w = tl.load(scales + at, mask=real, other=0.0)
-        z = tl.load(scales + half, mask=real, other=0.0)
-        x = (w.to(tl.float32) * x.to(tl.float32)).to(x.dtype)
-        y = (z.to(tl.float32) * y.to(tl.float32)).to(y.dtype)
-    c = tl.load(cos + row * angles_by_row + at, mask=real, other=0.0)
-    s = tl.load(sin + row * angles_by_row + at, mask=real, other=0.0)
-    straight = (x.to(tl.float32) * c.to(tl.float32)).to(x.dtype)
-    across = (y.to(tl.float32) * s.to(tl.float32)).to(x.dtype)
-    tl.store(target + at, (straight.to(tl.float32) + across.to(tl.float32)).to(x.dtype), mask=real)
+        half = (at + DIM // 2) % DIM
+        if head < HEADS:
+            source = q + row * q_by_row + head * DIM
+            target = q_out + row * q_out_by_row + head * DIM
+            scales = q_weight
+        else:
+            source = k + row * k_by_row + (head - HEADS) * DIM
+            target = k_out + (row * KV_HEADS + head - HEADS) * DIM
+            scales = k_weight
+        x = tl.load(source + at, mask=real, other=0.0)
+        y = tl.load(source + half, mask=real, other=0.0)
+        if WEIGHT:
+            w = tl.load(scales + at, mask=real, other=0.0)
+            z = tl.load(scales + half, mask=real, other=0.0)
+            x = (w.to(tl.float32) * x.to(tl.float32)).to(x.dtype)
+            y = (z.to(tl.float32) * y.to(tl.float32)).to(y.dtype)
+        c = tl.load(cos + row * angles_by_row + at, mask=real, other=0.0)
+        s = tl.load(sin + row * angles_by_row + at, mask=real, other=0.0)
+        straight = (x.to(tl.float32) * c.to(tl.float32)).to(x.dtype)
+        across = (y.to(tl.float32) * s.to(tl.float32)).to(x.dtype)
+        tl.store(target + at, (straight.to(tl.float32) + across.to(tl.float32)).to(x.dtype), mask=real)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from torch import Tensor
 from fuseboard.errors import InputError
 from fuseboard.masks import Padding, mask_for
 
-__all__ = ["KVCache", "RealKeys"]
+__all__ = ["KVCache", "RealKeys", "as_one"]
 
 _BLOCK = 64
 
@@ -152,16 +152,24 @@ class KVCache:
             return self.length + new
         return self.real.longest + max(self.length + new - self.real.keys.shape[1], 0)
 
-    def put(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Take in a layer's new keys and values, `(batch, kv_heads, new, head_dim)`; give all that it attends to."""
+    def put(self, layer: int, k: Tensor, v: Tensor, both: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Take in a layer's new keys and values, and give all that it attends to.
+
+        Args:
+            layer: Which.
+            k: `(batch, kv_heads, new, head_dim)`.
+            v: Likewise.
+            both: What `as_one` gives for them, where the caller knows it.
+        """
         held = self._layers[layer]
-        return held.put(k, v, self.kept(held.window))
+        return held.put(k, v, as_one(k, v) if both is None else both, self.kept(held.window))
 
     def held(self, layer: int) -> tuple[Tensor, Tensor]:
         """The keys and values that a layer still attends to: views, `(batch, kv_heads, kept, head_dim)`."""
         held = self._layers[layer]
-        start = held.stop - self.kept(held.window)
-        return held.keys[:, :, start : held.stop], held.values[:, :, start : held.stop]
+        kept = self.kept(held.window)
+        keys, values = held.both.narrow(3, held.stop - kept, kept).unbind(0)
+        return keys, values
 
     def release(self) -> None:
         """Let go of its memory. It is of no use any more."""
@@ -171,48 +179,59 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """How much memory the keys and values take."""
-        return sum(each.keys.nbytes + each.values.nbytes for each in self._layers if each.keys is not None)
+        return sum(each.both.nbytes for each in self._layers if each.both is not None)
+
+
+def as_one(k: Tensor, v: Tensor) -> Tensor | None:
+    """Keys and values as one tensor, `(2, …)`, if they lie alike in one memory; then one copy takes in both."""
+    if k.shape != v.shape or k.stride() != v.stride() or k.dtype != v.dtype:
+        return None
+    start = k.storage_offset()
+    apart = v.storage_offset() - start
+    if apart <= 0 or k.untyped_storage()._cdata != v.untyped_storage()._cdata:
+        return None
+    return k.as_strided((2, *k.shape), (apart, *k.stride()), start)
 
 
 class _Layer:
-    """A layer's buffer. Its tokens end at `stop`; those before what is kept are left over."""
+    """A layer's buffer, keys and values. Its tokens end at `stop`; those before what is kept are left over."""
 
-    __slots__ = ("keys", "reserve", "stop", "values", "window")
+    __slots__ = ("both", "reserve", "stop", "window")
 
     def __init__(self, window: int | None, reserve: int) -> None:
         self.window = window
         self.reserve = reserve
-        self.keys: Tensor = None  # type: ignore[assignment]
-        self.values: Tensor = None  # type: ignore[assignment]
+        self.both: Tensor = None  # type: ignore[assignment]  # (2, batch, kv_heads, capacity, head_dim)
         self.stop = 0
 
-    def put(self, k: Tensor, v: Tensor, kept: int) -> tuple[Tensor, Tensor]:
+    def put(self, k: Tensor, v: Tensor, both: Tensor | None, kept: int) -> tuple[Tensor, Tensor]:
         new = k.shape[2]
         total = kept + new
-        if self.keys is None or self.stop + new > self.keys.shape[2] or self._too_large(total):
-            self._make_room(k, v, kept, total)
-        stop = self.stop + new
-        self.keys[:, :, self.stop : stop] = k
-        self.values[:, :, self.stop : stop] = v
-        self.stop = stop
-        return self.keys[:, :, stop - total : stop], self.values[:, :, stop - total : stop]
+        if self.both is None or self.stop + new > self.both.shape[3] or self._too_large(total):
+            self._make_room(k, kept, total)
+        place = self.both.narrow(3, self.stop, new)
+        if both is not None:
+            place.copy_(both)
+        else:
+            place[0].copy_(k)
+            place[1].copy_(v)
+        self.stop += new
+        keys, values = self.both.narrow(3, self.stop - total, total).unbind(0)
+        return keys, values
 
     def _most(self, total: int) -> int:
         """How many tokens a buffer is ever for: twice a window, so that one move a window is all it costs."""
         return max(total, 2 * self.window + _BLOCK) if self.window is not None else 2**62
 
     def _too_large(self, total: int) -> bool:
-        return self.window is not None and self.keys.shape[2] > self._most(total)
+        return self.window is not None and self.both.shape[3] > self._most(total)
 
-    def _make_room(self, k: Tensor, v: Tensor, kept: int, total: int) -> None:
-        before = 0 if self.keys is None else self.keys.shape[2]
+    def _make_room(self, k: Tensor, kept: int, total: int) -> None:
+        before = 0 if self.both is None else self.both.shape[3]
         wanted = max(total, self.reserve, before + before // 2)
         capacity = min(-(-wanted // _BLOCK) * _BLOCK, self._most(total))
-        shape = (*k.shape[:2], capacity)
-        old_keys, old_values = self.keys, self.values
-        self.keys = k.new_empty(*shape, k.shape[3])
-        self.values = v.new_empty(*shape, v.shape[3])
+        old = self.both
+        self.both = k.new_empty(2, *k.shape[:2], capacity, k.shape[3])
         if kept:
-            self.keys[:, :, :kept] = old_keys[:, :, self.stop - kept : self.stop]
-            self.values[:, :, :kept] = old_values[:, :, self.stop - kept : self.stop]
+            self.both[:, :, :, :kept] = old[:, :, :, self.stop - kept : self.stop]
         self.stop = kept

@@ -167,7 +167,7 @@ class SelfAttention(nn.Module):
         return qk[:, :heads], qk[:, heads:], v.transpose(1, 2)
 
     def _exactly(self, exact: ExactGlue, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The same, with one kernel for weights and rotation; where things lie is the same too."""
+        """The same, with one kernel for weights and rotation, and keys and values in one memory for the cache."""
         split = (*x.shape[:2], -1, self.head_dim)
         if self.fused:
             qk, v = self.qkv_proj(x).view(split).split((self.heads + self.kv_heads, self.kv_heads), dim=2)
@@ -178,8 +178,7 @@ class SelfAttention(nn.Module):
             if self.qk_norm:
                 q, k = self.q_norm.normalised(q), self.k_norm.normalised(k)
         weights = (self.q_norm.weight, self.k_norm.weight) if self.qk_norm else None
-        q, k = exact.rotate(q, k, weights, cos, sin, joined=self.fused)
-        return q, k, v.transpose(1, 2)
+        return exact.rotate(q, k, v, weights, cos, sin, joined=self.fused)
 
     def _both_weights(self) -> Tensor:
         """The two norms' weights, one row a head. Made anew when either changed."""
@@ -282,6 +281,8 @@ class Layer(nn.Module):
             mask_info=given.info,
         )
         batch, _, length, _ = out.shape
+        if length == 1:
+            return out.reshape(batch, 1, -1)
         # By way of one matrix, since a backend's layout may leave strides that torch would multiply batch by batch.
         return out.transpose(1, 2).reshape(batch * length, -1).view(batch, length, -1)
 

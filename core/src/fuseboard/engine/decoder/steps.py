@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
+from fuseboard.engine.decoder.kv_cache import as_one
 from fuseboard.engine.graphs import Graphs
 from fuseboard.engine.steps import LayerSteps, Stack
 
@@ -34,6 +35,7 @@ class DecoderSteps:
         self._layers = cast("list[Layer]", list(decoder.model.layers))
         self._cache: KVCache | None = None  # of the step that is being made, which holds the lock
         self._given: dict[str, Given] = {}
+        self._both: dict[int, tuple[tuple[Tensor, ...], Tensor | None]] = {}  # of a graph's outputs, which stay
         stack = Stack(
             count=len(self._layers),
             before=lambda layer, hidden, inputs: self._layers[layer].before(hidden, *inputs),
@@ -80,7 +82,10 @@ class DecoderSteps:
         assert self._cache is not None
         q, k, v = tensors
         part = self._layers[layer]
-        k, v = self._cache.put(layer, k, v)
+        known = self._both.get(layer)
+        if known is None or known[0] is not tensors:
+            self._both[layer] = known = (tensors, as_one(k, v))
+        k, v = self._cache.put(layer, k, v, known[1])
         return part.attend(q, k, v, self._given[part.kind])
 
     def report(self) -> dict[str, Any]:
