@@ -21,7 +21,7 @@ from fuseboard import context
 from fuseboard.engine.decoder import QwenDecoder, norms, rope, weights
 from fuseboard.engine.decoder import layers as decoder_layers
 from fuseboard.engine.decoder.config import DecoderConfig
-from fuseboard.engine.decoder.kv_cache import KVCache, RealKeys
+from fuseboard.engine.decoder.kv_cache import KVCache, RealKeys, as_one
 from fuseboard.engine.sampling import DrawError, Sampler
 from fuseboard.masks import check_mask_info
 

@@ -14,26 +14,25 @@ host waits for the device once a token: to read the ids, who has ended, and whet
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fuseboard.engine.decoder import fixed
-from fuseboard.engine.decoder.config import DecoderConfig, ids_of
+from fuseboard.engine.decoder.config import DecoderConfig
 from fuseboard.engine.decoder.exact_glue import exact_for
 from fuseboard.engine.decoder.fixed import FixedCache
 from fuseboard.engine.decoder.generation import Chooser, Draw, Token, check_ids, steps
 from fuseboard.engine.decoder.glue import Glue, glue_for
 from fuseboard.engine.decoder.kv_cache import KVCache, RealKeys
 from fuseboard.engine.decoder.layers import SITES, Given, Layer, packs_queries
+from fuseboard.engine.decoder.loading import Loading
 from fuseboard.engine.decoder.norms import RMSNorm, fused_norm_exact
 from fuseboard.engine.decoder.rope import cos_sin, frequencies, signed
 from fuseboard.engine.decoder.steps import DecoderSteps
 from fuseboard.engine.decoder.streamed import Streamed
-from fuseboard.engine.decoder.weights import Folder, take
 from fuseboard.engine.decoder.whole_step import WholeSteps
 from fuseboard.engine.graphs import Graphs, unusable
 from fuseboard.engine.sampling import Sampler
@@ -55,7 +54,7 @@ class _Stack(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
-class QwenDecoder(nn.Module):
+class QwenDecoder(Loading):
     """A Qwen2 or Qwen3 causal model: weights by transformers' names, caches and requests apart from it.
 
     One decoder serves several threads at once; each batch has a cache of its own. Its weights want no gradient unless
@@ -96,8 +95,7 @@ class QwenDecoder(nn.Module):
         self.model = _Stack(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, device="meta")
         self.lm_head.requires_grad_(requires_grad=False)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+        self._tie()
         self._windows = [config.window_of(kind) for kind in config.layer_types]
         self._kinds = sorted(set(config.layer_types))
         self._ready: tuple[torch.device, torch.dtype, bool] | None = None
@@ -105,100 +103,12 @@ class QwenDecoder(nn.Module):
         self._frequencies: dict[torch.device, tuple[Tensor, float]] = {}
         self.eval()
 
-    # ---- loading
-
-    @classmethod
-    def from_transformers(
-        cls,
-        model: Any,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        ignore: Collection[str] = (),
-    ) -> QwenDecoder:
-        """From a transformers model, whose weights are shared, not copied, unless `device` or `dtype` differ.
-
-        Raises:
-            InputError: Its configuration asks for something that is not implemented.
-            WeightsError: Its weights are not those of its configuration.
-        """
-        decoder = cls(model.config, ignore=ignore)
-        decoder.load(model.state_dict(), device=device, dtype=dtype)
-        rotary = getattr(getattr(model, "model", model), "rotary_emb", None)
-        # A dynamic one that has seen a longer sequence goes back to its original frequencies for a shorter one.
-        grown = getattr(rotary, "max_seq_len_cached", 0) != getattr(rotary, "original_max_seq_len", 0)
-        held = getattr(rotary, "original_inv_freq" if grown else "inv_freq", None)
-        if isinstance(held, Tensor) and not held.is_meta:
-            # `model.to(torch.bfloat16)` rounds the frequencies too, unlike loading in bfloat16: they are part of what
-            # the model computes.
-            held = held.detach().float().cpu()
-            if not torch.equal(held, frequencies(decoder.config.rope)[0]):
-                decoder._given_frequencies = held
-        decoder._take_ends(getattr(model, "generation_config", None))
-        return decoder
-
-    @classmethod
-    def from_folder(
-        cls,
-        path: str | Path,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        ignore: Collection[str] = (),
-    ) -> QwenDecoder:
-        """From `config.json` and safetensors, in one file or several, as `save_pretrained` writes them.
-
-        Args:
-            path: The folder.
-            device: Where to load; the CPU if left out.
-            dtype: What to cast to; the files' own if left out.
-            ignore: Options that you know to say nothing about the model's arithmetic.
-
-        Raises:
-            InputError: There is no model there, or its configuration asks for something that is not implemented.
-            ModuleNotFoundError: safetensors is not installed.
-            WeightsError: The weights are not those of the configuration.
-        """
-        folder = Folder(path)
-        decoder = cls(folder.config, ignore=ignore)
-        decoder.load(folder, device=device, dtype=dtype)
-        decoder._take_ends(folder.generation)
-        return decoder
-
-    def load(
-        self,
-        weights: Mapping[str, Tensor],
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        """Put weights in their place: all of them, or none when anything is wrong.
-
-        Tensors that need no cast or move are shared with the mapping.
-
-        Raises:
-            WeightsError: A weight is missing, unexpected or of another shape; or their dtype is not one.
-        """
-        self._refuse_streamed("loaded")
-        if self.fused:
-            msg = "fuse() has stacked this decoder's weights; load into a new QwenDecoder."
-            raise RuntimeError(msg)
-        tied = self.config.tie_word_embeddings
-        expected = {name: tuple(each.shape) for name, each in self.named_parameters(remove_duplicate=False)}
-        taken = take(weights, expected, tied=tied, device=device, dtype=dtype)
-        for name, parameter in taken.items():
-            module, _, leaf = name.rpartition(".")
-            setattr(self.get_submodule(module), leaf, parameter)
-        if tied:
+    def _tie(self) -> None:
+        """A head that is the embedding again."""
+        if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
-        self._ready = None
 
-    def _take_ends(self, generation: Any) -> None:
-        """The ids that end a row as `generate` would know them: a generation config's come first."""
-        known = generation if isinstance(generation, Mapping) else vars(generation or object)
-        self.eos = ids_of(known.get("eos_token_id")) or self.eos
-        pad = known.get("pad_token_id")
-        self.pad = self.pad if pad is None else int(pad)
+    # ---- its forms
 
     def fuse(self, *, glue: bool = False, products: bool = False) -> QwenDecoder:
         """Stack q, k and v, and gate and up, into single linears: fewer launches, and maybe other bits.
@@ -262,8 +172,7 @@ class QwenDecoder(nn.Module):
             self.model.embed_tokens.to(device)
             self.model.norm.to(device)
             self.lm_head.to(device)
-            if self.config.tie_word_embeddings:
-                self.lm_head.weight = self.model.embed_tokens.weight
+            self._tie()
             self._one_token.clear()
             self._drop_whole()
             self._streamed = made
