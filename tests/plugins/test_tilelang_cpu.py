@@ -30,6 +30,7 @@ from fuseboard_tilelang import (
     rope_kernel,
     tilelang,
 )
+from fuseboard_tilelang import compile as compiling
 from fuseboard_tilelang.attn import OPEN
 from fuseboard_tilelang.warm import Job, warm
 
@@ -99,6 +100,14 @@ def test_gemm_is_float32_s_with_every_epilogue(act: str) -> None:
     want = ACTIVATIONS[act](F.linear(x, weight, bias)) + residual
 
     assert apart(ops.gemm(x, weight, bias, residual, act), want) < CLOSE
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_activations_are_float32_s_from_far_below_zero_to_far_above(act: str) -> None:
+    x, weight = torch.linspace(-60, 60, 17 * 67).view(17, 67), torch.eye(70, 67)
+    rest = torch.zeros(17, 70)
+
+    assert apart(ops.gemm(x, weight, torch.zeros(70), rest, act)[:, :67], ACTIVATIONS[act](x)) < CLOSE
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -290,6 +299,57 @@ def test_what_a_kernel_would_read_out_of_bounds_or_not_survive_is_refused(
     given: dict[str, Any] = {"x": torch.randn(17, 67), "weight": linear(70, 67), "bias": torch.randn(70)}
     with pytest.raises(error, match=text):
         ops.gemm(**{**given, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("place", "other", "text"),
+    [
+        (0, torch.randn(18, 67), "out has M = 17 and x has M = 18"),
+        (0, torch.randn(67, 17).T, "x has strides"),
+        (1, torch.randn(70, 67).double(), "weight has dtype"),
+        (1, torch.randn(70, 67, device="meta"), "weight is on meta"),
+        (1, torch.randn(70, 67).requires_grad_(), "weight needs a gradient"),
+        (2, torch.empty(17, 71)[:, :70], "out has strides"),
+    ],
+)
+def test_a_call_like_an_earlier_one_but_for_one_thing_is_checked_anew(place: int, other: Tensor, text: str) -> None:
+    kernel = compile_cpu(gemm_kernel, 70, 67, bias=False, residual=False, act="none", config=None)
+    given = [torch.randn(17, 67), linear(70, 67), torch.empty(17, 70)]
+    for _ in range(2):
+        kernel(*given)
+    given[place] = other
+    for _ in range(2):
+        with pytest.raises(ValueError, match=text):
+            kernel(*given)
+        with torch.no_grad():
+            kernel(torch.randn(17, 67), linear(70, 67), torch.empty(17, 70))
+
+
+def test_a_tensor_that_needs_a_gradient_is_taken_where_none_is_kept_and_refused_where_one_is() -> None:
+    kernel = compile_cpu(gemm_kernel, 70, 67, bias=False, residual=False, act="none", config=None)
+    x, weight, out = torch.randn(17, 67), linear(70, 67).requires_grad_(), torch.empty(17, 70)
+    with torch.no_grad():
+        kernel(x, weight, out)
+        assert apart(out, F.linear(x, weight)) < CLOSE
+    with pytest.raises(ValueError, match="weight needs a gradient"):
+        kernel(x, weight, out)
+
+
+def test_calls_of_more_kinds_than_are_remembered_are_right_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "KEPT", 3)
+    weight = linear(70, 67)
+    kernel = compile_cpu(gemm_kernel, 70, 67, bias=False, residual=False, act="none", config=None)
+    for rows in (*range(1, 12), 1, 0, 2):
+        x = torch.randn(rows, 67)
+        assert ops.gemm(x, weight).shape == (rows, 70)
+        assert rows == 0 or apart(ops.gemm(x, weight), F.linear(x, weight)) < CLOSE
+        assert len(kernel._right) <= 3
+
+
+def test_kernels_that_no_time_is_left_for_are_named_as_not_begun() -> None:
+    many = [(gemm_kernel, (8, 8 * place), {"act": "none"}) for place in range(1, 6)]
+
+    assert warm(many, target="c", workers=1, seconds=0)[-1] == "not begun within 0 s"
 
 
 def test_the_other_functions_refuse_too() -> None:

@@ -13,8 +13,17 @@ import fuseboard as fb
 from fuseboard import registry
 from fuseboard.probe import verdict
 from fuseboard.selftest import attention_fp64
-from fuseboard_tilelang import _package, add_ln_kernel, attn_kernel, gemm_kernel, ops, rope_kernel
-from fuseboard_tilelang._configs import gemm_config
+from fuseboard_tilelang import (
+    _package,
+    add_ln_kernel,
+    attn_kernel,
+    compile_gpu,
+    gemm_geglu_kernel,
+    gemm_kernel,
+    ops,
+    rope_kernel,
+)
+from fuseboard_tilelang._configs import SHARED, Config, gemm_config
 from fuseboard_tilelang.warm import Job, warm
 
 # TileLang and what it imports warn of each other; that is theirs to mend.
@@ -23,32 +32,59 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 SITE = fb.Site("tests.tilelang.gpu")
 HALVES = [torch.bfloat16, torch.float16]
 CLOSE, CLOSE_ATTENTION = 0.05, 0.02
+LARGEST = 8.0
 
 
-ACTIVATED = [((17, 70, 67), act) for act in ("none", "relu", "gelu", "gelu_tanh", "silu")]
-GEMMS = [*ACTIVATED, ((1, 768, 768), "gelu"), ((300, 264, 96), "gelu"), ((3000, 2048, 256), "gelu")]
-NORMS = [(dim, "both") for dim in (64, 100, 1000, 4096)] + [
-    (768, kind) for kind in ("both", "residual", "bias", "none")
+BF16, FP16 = HALVES
+GEMMS = [  # rows, columns, inner; activation; with bias and residual; tiles other than the table's
+    ((17, 70, 67), "gelu", True, BF16, None),
+    ((17, 70, 67), "gelu_tanh", True, FP16, None),
+    ((300, 264, 96), "none", False, BF16, None),
+    ((300, 264, 96), "silu", True, FP16, None),
+    ((3000, 2040, 72), "relu", True, BF16, None),
+    ((3000, 2048, 256), "gelu", False, FP16, None),
+    ((1100, 768, 320), "gelu", True, BF16, SHARED["gemm"][2][0]),
+    ((1100, 768, 320), "silu", False, BF16, SHARED["gemm"][0][0]),
 ]
-HEADS = [(12, 64), (3, 20), (2, 96)]
-DIMS = [64, 96, 128]
-DTYPES = ["bfloat16", "float16"]
+"""Of all activations and both dtypes: tiles of all sizes that divide the problem and do not, and blocks that share a
+multiprocessor."""
+GEGLUS = [
+    ((17, 70, 67), True, BF16, None),
+    ((1100, 1152, 192), False, FP16, None),
+    ((1100, 576, 192), True, BF16, SHARED["geglu"][1][0]),
+]
+NORMS = [(768, "both", BF16), (100, "both", FP16), (1000, "none", BF16), (4096, "residual", FP16), (64, "bias", BF16)]
+ROPES = [((12, 64), False, BF16), ((3, 20), True, FP16)]
+ATTENTIONS = [
+    # All of one head dimension in both dtypes: the self-test takes its cases from there.
+    *[(64, bounded, ragged, dtype) for bounded in (False, True) for ragged in (False, True) for dtype in HALVES],
+    (128, False, False, FP16),
+    (128, True, True, BF16),
+    (96, True, True, FP16),
+]
+BOUNDS = {False: ("none",), True: ("causal", "window", "causal window")}
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def jobs() -> list[Job]:
-    """What most tests here need, to be compiled in parallel first: one by one it takes a quarter of an hour."""
+    """All kernels of this file, to be compiled in parallel first: one by one they take minutes."""
     found: list[Job] = []
-    for (m, n, k), act in GEMMS:
-        for extras in (False, True):
-            options = {"bias": extras, "residual": extras, "act": act}
-            found.append((gemm_kernel, (n, k), {**options, "config": gemm_config("gemm", m * n, cpu=False)}))
-    found += [(add_ln_kernel, (dim,), norm_options(kind)) for dim, kind in NORMS]
-    found += [(rope_kernel, heads, {"positions": given}) for heads in HEADS for given in (False, True)]
-    for dim in DIMS:
-        for bounded in (False, True):
-            for lengths in (False, True):
-                found.append((attn_kernel, (None, None, None, dim), {"bounded": bounded, "lengths": lengths}))
-    return [(factory, sizes, {"dtype": dtype, **options}) for factory, sizes, options in found for dtype in DTYPES]
+    for (m, n, k), act, extras, dtype, tiles in GEMMS:
+        options = {"bias": extras, "residual": extras, "act": act, "dtype": name_of(dtype)}
+        found.append((gemm_kernel, (n, k), {**options, "config": tiles or gemm_config("gemm", m, n, cpu=False)}))
+    for (m, n, k), biased, dtype, tiles in GEGLUS:
+        options = {"bias": biased, "dtype": name_of(dtype)}
+        found.append((gemm_geglu_kernel, (n, k), {**options, "config": tiles or gemm_config("geglu", m, n, cpu=False)}))
+    found += [(add_ln_kernel, (dim,), {**norm_options(kind), "dtype": name_of(dtype)}) for dim, kind, dtype in NORMS]
+    found += [(rope_kernel, heads, {"positions": given, "dtype": name_of(dtype)}) for heads, given, dtype in ROPES]
+    found += [
+        (attn_kernel, (None, None, None, dim), {"bounded": bounded, "lengths": ragged, "dtype": name_of(dtype)})
+        for dim, bounded, ragged, dtype in ATTENTIONS
+    ]
+    return found
 
 
 def for_cpu(options: Mapping[str, object]) -> dict[str, object]:
@@ -59,7 +95,7 @@ def norm_options(kind: str) -> dict[str, object]:
     return {"residual": kind in ("both", "residual"), "bias": kind in ("both", "bias"), "eps": 1e-5}
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True, scope="session")
 def able() -> None:
     backend = registry.current().resolve("tilelang")
     if backend is None:
@@ -71,8 +107,14 @@ def able() -> None:
         pytest.skip(problem)
     assert [why for why in warm(jobs()) if why] == []
     if _package.cpu_problem() is None:
-        same = {(factory, sizes, *sorted(for_cpu(options).items())) for factory, sizes, options in jobs()}
-        assert [why for why in warm([(f, sizes, dict(rest)) for f, sizes, *rest in same], target="c") if why] == []
+        same = {
+            repr((factory, sizes, for_cpu(rest))): (factory, sizes, for_cpu(rest)) for factory, sizes, rest in jobs()
+        }
+        assert [why for why in warm(list(same.values()), target="c") if why] == []
+
+
+def test_few_kernels_are_compiled_since_each_takes_seconds() -> None:
+    assert len(jobs()) <= 30
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0, scale: float = 1.0) -> Tensor:
@@ -96,15 +138,20 @@ def apart(a: Tensor, b: Tensor) -> float:
     return float((a.cpu().double() - b.cpu().double()).abs().max())
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize(("shape", "act"), GEMMS)
-@pytest.mark.parametrize("extras", [False, True])
+def close(mine: Tensor, want: Tensor, tolerance: float) -> bool:
+    """Whether they differ by less, at a size at which the dtype's last bit is no part of the difference."""
+    assert float(want.abs().max()) < LARGEST, "scale the inputs: bfloat16's last bit is 1/16 from 8 on"
+    return apart(mine, want) < tolerance
+
+
+@pytest.mark.parametrize(("shape", "act", "extras", "dtype", "tiles"), GEMMS)
 def test_gemm_is_float32_s_and_the_cpu_form_s(
-    dtype: torch.dtype, shape: tuple[int, int, int], act: str, extras: bool
+    shape: tuple[int, int, int], act: str, extras: bool, dtype: torch.dtype, tiles: Config | None
 ) -> None:
     m, n, k = shape
     x, weight = draw(m, k, dtype=dtype), draw(n, k, dtype=dtype, seed=1, scale=k**-0.5)
-    bias, residual = (draw(n, dtype=dtype, seed=2), draw(m, n, dtype=dtype, seed=3)) if extras else (None, None)
+    bias = draw(n, dtype=dtype, seed=2, scale=0.3) if extras else None
+    residual = draw(m, n, dtype=dtype, seed=3, scale=0.3) if extras else None
     y = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     y = {
         "none": lambda y: y, "relu": F.relu, "gelu": F.gelu, "gelu_tanh": lambda y: F.gelu(y, approximate="tanh"),
@@ -112,33 +159,46 @@ def test_gemm_is_float32_s_and_the_cpu_form_s(
     }[act](y)  # fmt: skip
     want = y if residual is None else y + residual.float()
 
-    got = ops.gemm(x, weight, bias, residual, act)
-    assert apart(got, want) < CLOSE
-    assert agree(got, lambda: ops.gemm(*on_cpu(x, weight, bias, residual), act), CLOSE)
+    if tiles is None:
+        got = ops.gemm(x, weight, bias, residual, act)
+    else:
+        got = torch.empty_like(want, dtype=dtype)
+        options = {"bias": extras, "residual": extras, "act": act, "dtype": name_of(dtype), "config": tiles}
+        compile_gpu(gemm_kernel, n, k, **options)(
+            *(each for each in (x, weight, bias, residual) if each is not None), got
+        )
+    assert close(got, want, CLOSE)
+    few = slice(0, 80)
+    again = on_cpu(x[few], weight, bias, None if residual is None else residual[few])
+    assert agree(got[few], lambda: ops.gemm(*again, act), CLOSE)
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("shape", [(17, 70, 67), (300, 160, 128)])
-@pytest.mark.parametrize("biased", [False, True])
-def test_geglu_is_float32_s_and_the_cpu_form_s(dtype: torch.dtype, shape: tuple[int, int, int], biased: bool) -> None:
+@pytest.mark.parametrize(("shape", "biased", "dtype", "tiles"), GEGLUS)
+def test_geglu_is_float32_s_and_the_cpu_form_s(
+    shape: tuple[int, int, int], biased: bool, dtype: torch.dtype, tiles: Config | None
+) -> None:
     m, n, k = shape
-    x, weight = draw(m, k, dtype=dtype), draw(2 * n, k, dtype=dtype, seed=1, scale=k**-0.5)
-    bias = draw(2 * n, dtype=dtype, seed=2) if biased else None
+    x, weight = draw(m, k, dtype=dtype, scale=0.5), draw(2 * n, k, dtype=dtype, seed=1, scale=k**-0.5)
+    bias = draw(2 * n, dtype=dtype, seed=2, scale=0.3) if biased else None
     u, g = F.linear(x.float(), weight.float(), None if bias is None else bias.float()).chunk(2, -1)
 
-    got = ops.geglu(x, weight, bias)
-    assert apart(got, F.gelu(u) * g) < CLOSE
-    assert agree(got, lambda: ops.geglu(*on_cpu(x, weight, bias)), CLOSE)
+    if tiles is None:
+        got = ops.geglu(x, weight, bias)
+    else:
+        got = x.new_empty(m, n)
+        kernel = compile_gpu(gemm_geglu_kernel, n, k, bias=biased, dtype=name_of(dtype), config=tiles)
+        kernel(*(each for each in (x, weight, bias) if each is not None), got)
+    assert close(got, F.gelu(u) * g, CLOSE)
+    assert agree(got[:80], lambda: ops.geglu(*on_cpu(x[:80], weight, bias)), CLOSE)
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize(("dim", "kind"), NORMS)
+@pytest.mark.parametrize(("dim", "kind", "dtype"), NORMS)
 @pytest.mark.parametrize("size", [1.0, 1000.0])
 def test_add_ln_is_float32_s_and_its_residual_is_torch_s_sum(
-    dtype: torch.dtype, dim: int, kind: str, size: float
+    dim: int, kind: str, dtype: torch.dtype, size: float
 ) -> None:
-    x, weight = draw(301, dim, dtype=dtype), draw(dim, dtype=dtype, seed=1)
-    bias = draw(dim, dtype=dtype, seed=2) if kind in ("both", "bias") else None
+    x, weight = draw(301, dim, dtype=dtype), draw(dim, dtype=dtype, seed=1, scale=0.3)
+    bias = draw(dim, dtype=dtype, seed=2, scale=0.3) if kind in ("both", "bias") else None
     residual = draw(301, dim, dtype=dtype, seed=3, scale=size) if kind in ("both", "residual") else None
     total = x if residual is None else residual + x
     before = x.clone()
@@ -146,18 +206,16 @@ def test_add_ln_is_float32_s_and_its_residual_is_torch_s_sum(
     again = on_cpu(residual, x, weight, bias)
 
     got = ops.add_ln(residual, x, weight, bias)
-    assert apart(got, want) < CLOSE
+    assert close(got, want, CLOSE)
     assert residual is None or torch.equal(residual, total)
     assert torch.equal(x, before)
     if size == 1.0:  # the CPU form does not round the sum to half precision, which is coarse beyond
         assert agree(got, lambda: ops.add_ln(*again), CLOSE)
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize(("heads", "given", "dtype"), ROPES)
 def test_rope_rotates_queries_and_keys_at_wrapped_positions_alone(
-    dtype: torch.dtype, heads: tuple[int, int], given: bool
+    heads: tuple[int, int], given: bool, dtype: torch.dtype
 ) -> None:
     h, d = heads
     rows, length = 301, 77
@@ -177,13 +235,13 @@ def test_rope_rotates_queries_and_keys_at_wrapped_positions_alone(
     assert agree(qkv, lambda: ops.rope_(*again, h, d), CLOSE)
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize(
+    ("dim", "bounds", "ragged", "dtype"),
+    [(dim, each, ragged, dtype) for dim, bounded, ragged, dtype in ATTENTIONS for each in BOUNDS[bounded]],
+)
 @pytest.mark.parametrize("lengths", [(1, 77), (65, 65), (296, 296), (40, 104), (104, 40), (1, 65), (300, 1000)])
-@pytest.mark.parametrize("bounds", ["none", "causal", "window", "causal window"])
-@pytest.mark.parametrize("ragged", [False, True])
 def test_attention_is_float64_s_and_the_cpu_form_s(
-    dtype: torch.dtype, dim: int, lengths: tuple[int, int], bounds: str, ragged: bool
+    dim: int, bounds: str, ragged: bool, dtype: torch.dtype, lengths: tuple[int, int]
 ) -> None:
     n_q, n_k = lengths
     q, k, v = (draw(3, h, n, dim, dtype=dtype, seed=n) for h, n in ((4, n_q), (2, n_k), (2, n_k)))
@@ -203,7 +261,7 @@ def test_attention_is_float64_s_and_the_cpu_form_s(
     got = ops.attention(q, k, v, real, causal, window)
     assert apart(got, want) < CLOSE_ATTENTION
     assert not got.masked_select(~mask.any(-1)[..., None]).any()
-    if dim == 64:
+    if dim == 64 and dtype == BF16:
         again = [None if each is None else torch.nan_to_num(each) for each in on_cpu(q, k, v)]
         assert agree(got, lambda: ops.attention(*again, *on_cpu(real), causal, window), CLOSE_ATTENTION)
 
@@ -268,15 +326,16 @@ def test_it_passes_its_own_probe() -> None:
 
 
 def test_a_captured_graph_replays_with_other_inputs_and_lengths() -> None:
-    x, weight, bias = draw(300, 256), draw(512, 256, seed=1, scale=0.06), draw(512, seed=2)
+    x, weight, bias = draw(17, 67), draw(140, 67, seed=1, scale=0.1), draw(140, seed=2)
     q, k, real = draw(2, 4, 200, 64), draw(2, 4, 200, 64, seed=1), torch.tensor([200, 100], dtype=torch.int32).cuda()
-    residual, norm, qkv = draw(300, 256, seed=3), draw(256, seed=4), draw(200, 3 * 256, seed=5)
-    angles = draw(200, 32, dtype=torch.float32, seed=6)
+    residual, norm, qkv = draw(300, 768, seed=3), draw(768, seed=4), draw(200, 3 * 768, seed=5)
+    angles, rest = draw(200, 32, dtype=torch.float32, seed=6), draw(300, 768, seed=7)
 
     def step() -> list[Tensor]:
+        wide = ops.geglu(x, weight, bias)
         return [
-            ops.gemm(x, weight, bias, act="gelu"), ops.geglu(x, weight, bias), ops.add_ln(residual, x, norm, norm),
-            ops.rope_(qkv, angles, angles, None, 4, 64), ops.attention(q, k, k, real, causal=True),
+            wide, ops.gemm(x, weight[:70], bias[:70], wide, act="gelu"), ops.add_ln(residual, rest, norm, norm),
+            ops.rope_(qkv, angles, angles, None, 12, 64), ops.attention(q, k, k, real, causal=True),
         ]  # fmt: skip
 
     step()
@@ -284,21 +343,21 @@ def test_a_captured_graph_replays_with_other_inputs_and_lengths() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outs = step()
-    x.copy_(draw(300, 256, seed=9))
+    x.copy_(draw(17, 67, seed=9))
     real.copy_(torch.tensor([31, 200], dtype=torch.int32))
-    residual.copy_(draw(300, 256, seed=10))
-    qkv.copy_(draw(200, 3 * 256, seed=11))
+    residual.copy_(draw(300, 768, seed=10))
+    qkv.copy_(draw(200, 3 * 768, seed=11))
     graph.replay()
     torch.cuda.synchronize()
     replayed = [each.clone() for each in outs]
-    residual.copy_(draw(300, 256, seed=10))
-    qkv.copy_(draw(200, 3 * 256, seed=11))
+    residual.copy_(draw(300, 768, seed=10))
+    qkv.copy_(draw(200, 3 * 768, seed=11))
 
     assert all(torch.equal(mine, eager) for mine, eager in zip(replayed, step(), strict=True))
 
 
 def test_work_is_put_on_the_current_stream() -> None:
-    x, weight = draw(2048, 1024), draw(1024, 1024, seed=1, scale=0.03)
+    x, weight = draw(300, 96), draw(264, 96, seed=1, scale=0.1)
     want = ops.gemm(x, weight)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -341,9 +400,9 @@ def test_float32_is_refused_with_what_to_do() -> None:
 
 
 def test_empty_tensors_give_empty_ones_and_no_keys_give_zeros() -> None:
-    weight = draw(64, 64)
+    weight = draw(264, 96)
     q, none = draw(2, 4, 5, 64), draw(2, 4, 0, 64)
 
-    assert ops.gemm(draw(0, 64), weight).shape == (0, 64)
+    assert ops.gemm(draw(0, 96), weight).shape == (0, 264)
     assert not ops.attention(q, none, none).any()
     assert ops.attention(none, q, q).shape == (2, 4, 0, 64)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from fuseboard_tilelang import (
+    _configs,
     _package,
     _tile,
     add_ln_kernel,
@@ -127,3 +128,46 @@ def test_with_local_buffers_bfloat16_is_what_keeps_it_from_compiling(
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_with_any_version_the_gpu_form_does_not_compile_for_c(kernel: str) -> None:
     assert failure(kernel, "bfloat16")[0]
+
+
+TILES = [(kernel, *each) for kernel, every in (*_configs.GEMM.items(), *_configs.SHARED.items()) for each in every]
+
+
+@pytest.mark.parametrize(("kernel", "tiles", "speed"), TILES)
+def test_blocks_fit_a_multiprocessor_with_their_registers_and_their_memory(
+    kernel: str, tiles: _configs.Config, speed: float
+) -> None:
+    each = 65536 // tiles.blocks // (tiles.threads + 128) // 8 * 8  # what a block is started with
+    sides = tiles.bm + tiles.bn * (2 if kernel == "geglu" else 1)
+    memory = max(2 * tiles.stages * tiles.bk * sides, 2 * tiles.bm * tiles.bn) + 1024
+
+    assert tiles.registers * tiles.threads + 24 * 128 <= each * (tiles.threads + 128)  # else it waits for ever
+    assert tiles.registers % 8 == 0
+    assert tiles.registers <= 240
+    assert tiles.registers > tiles.bm * tiles.bn * (2 if kernel == "geglu" else 1) / tiles.threads + 30  # the sums
+    assert memory * tiles.blocks <= 228 * 1024
+    assert 0 < speed <= 1.1
+
+
+@pytest.mark.parametrize(("kernel", "m", "n", "least"), [
+    ("gemm", 4096, 3072, 0.9), ("gemm", 4096, 768, 0.9), ("gemm", 256, 3072, 0.9), ("geglu", 4096, 1152, 0.9),
+    ("gemm", 2048, 2048, 0.6), ("gemm", 8192, 8192, 0.9),
+])  # fmt: skip
+def test_tiles_are_of_a_size_that_leaves_few_multiprocessors_idle(kernel: str, m: int, n: int, least: float) -> None:
+    tiles = _configs.gemm_config(kernel, m, n, cpu=False)
+    count = -(-m // tiles.bm) * -(-n // tiles.bn)
+    rounds = -(-count // 132)
+
+    assert m * n / (rounds * 132 * tiles.bm * tiles.bn) >= least
+    assert tiles == _configs.gemm_config(kernel, m, n, cpu=False)
+    assert tiles in _configs.candidates(kernel, m, n)
+    assert len(_configs.candidates(kernel, m, n)) <= 6
+
+
+def test_blocks_that_share_a_multiprocessor_say_so_in_the_source() -> None:
+    tiles = _configs.Config(128, 96, 64, 3, 256, blocks=2)
+    source = compiling.lowered(gemm_kernel, 768, 3072, bias=True, act="gelu", dtype="bfloat16", config=tiles)
+
+    assert "__launch_bounds__(384, 2)" in source
+    assert f"warpgroup_reg_alloc<{tiles.registers}>" in source
+    assert "warpgroup_reg_dealloc<24>" in source

@@ -5,13 +5,20 @@ On the CPU tiles are small, since a whole tile is computed however small the pro
 
 from __future__ import annotations
 
+import functools
+from typing import TypeAlias
+
 import attrs
 
 __all__ = [
+    "GEMM",
+    "LOADING",
+    "SHARED",
     "AttnConfig",
     "Config",
     "RopeConfig",
     "RowConfig",
+    "Tiles",
     "attn_config",
     "candidates",
     "gemm_config",
@@ -20,7 +27,11 @@ __all__ = [
 ]
 
 
-@attrs.frozen
+REGISTERS = 65536  # of a multiprocessor
+LOADERS, LOADING = 128, 24  # threads that load, and the registers that each keeps
+
+
+@attrs.frozen(cache_hash=True)  # part of the key that a kernel is found by at every call
 class Config:
     """A matrix product's tiles.
 
@@ -32,6 +43,7 @@ class Config:
         threads: That multiply; the compiler adds a warp group that loads.
         policy: How warps share a tile, a name of TileLang's `GemmWarpPolicy`.
         swizzle: Tiles in a panel, for the cache; 0 for rows in order.
+        blocks: That share a multiprocessor, so that one multiplies while another is at its activation.
     """
 
     bm: int
@@ -41,6 +53,16 @@ class Config:
     threads: int
     policy: str = "FullRow"
     swizzle: int = 8
+    blocks: int = 1
+
+    @property
+    def registers(self) -> int:
+        """Of each thread that multiplies: what the multiprocessor has for a block, less what the loading ones keep.
+
+        Given out in eights. A thread that asked for more would wait for ever.
+        """
+        each = REGISTERS // self.blocks // (self.threads + LOADERS) // 8 * 8
+        return min((each * (self.threads + LOADERS) - LOADING * LOADERS) // self.threads // 8 * 8, 240)
 
 
 @attrs.frozen
@@ -69,25 +91,60 @@ class AttnConfig:
     threads: int
 
 
+Tiles: TypeAlias = "Config | RowConfig | RopeConfig | AttnConfig"
+
 CPU_GEMM = Config(16, 16, 16, 0, 1, "Square", 0)
 CPU_ROWS = RowConfig(4, 1)
 CPU_ROPE = RopeConfig(4, 1)
 CPU_ATTN = AttnConfig(16, 32, 0, 1)
 
-SMALL, MIDDLE, LARGE = 2**20, 2**22, 2**40
-GEMM: dict[str, tuple[tuple[int, Config], ...]] = {
+SMS = 132  # multiprocessors of an H100 and an H200
+GEMM: dict[str, tuple[tuple[Config, float], ...]] = {
     "gemm": (
-        (SMALL, Config(64, 64, 64, 4, 128)),
-        (MIDDLE, Config(128, 128, 64, 4, 256)),
-        (LARGE, Config(128, 256, 64, 3, 256)),
+        (Config(64, 64, 64, 4, 128), 0.60),
+        (Config(64, 96, 64, 5, 128), 0.65),
+        (Config(128, 96, 64, 4, 256), 0.82),
+        (Config(128, 128, 64, 4, 256), 0.88),
+        (Config(128, 192, 64, 4, 256), 0.96),
+        (Config(128, 256, 64, 3, 256), 1.00),
     ),
     "geglu": (
-        (SMALL, Config(64, 64, 64, 4, 128)),
-        (LARGE, Config(128, 128, 64, 3, 256)),
+        (Config(64, 64, 64, 4, 128), 0.60),
+        (Config(128, 64, 64, 4, 256), 0.78),
+        (Config(128, 96, 64, 4, 256), 0.88),
+        (Config(128, 144, 64, 3, 256), 0.94),
     ),
 }
-"""By the number of outputs, at most: small problems need many small tiles to occupy the device."""
+"""Tiles, and how fast a multiprocessor is at them, 1 for the fastest: estimates, to be measured.
 
+A block has a multiprocessor to itself, so that a product takes as long as the one with the most tiles. Of the products
+that `benchmarks/tilelang_kernels.py` measures, in rounds of 132 tiles, what is computed of what could be:
+
+    4096 x 3072   128 x 256: 2.9 of 3    128 x 192: 3.9 of 4    128 x 128: 5.8 of 6
+    4096 x 768    128 x 192: 0.97 of 1   128 x 256: 0.73 of 1   128 x 128: 1.5 of 2    measured: 1.25 times cuBLAS
+    256 x 3072    64 x 96: 0.97 of 1     128 x 96: 0.48 of 1    64 x 64: 1.5 of 2      measured: 1.22 times cuBLAS
+    4096 x 1152   128 x 144: 1.9 of 2    128 x 96: 2.9 of 3     128 x 128: 2.2 of 3    measured: 1.13 times Triton
+
+The last is geglu's. What was measured was the third of each line.
+"""
+
+SHARED: dict[str, tuple[tuple[Config, float], ...]] = {
+    "gemm": (
+        (Config(64, 64, 64, 4, 128, blocks=3), 0.85),
+        (Config(64, 96, 64, 4, 128, blocks=2), 0.90),
+        (Config(128, 96, 64, 3, 256, blocks=2), 1.05),
+        (Config(64, 192, 64, 3, 128, blocks=2), 1.05),
+    ),
+    "geglu": (
+        (Config(64, 64, 64, 4, 128, blocks=2), 0.85),
+        (Config(64, 96, 64, 3, 128, blocks=2), 1.00),
+        (Config(128, 48, 64, 3, 256, blocks=2), 0.95),
+        (Config(128, 64, 64, 3, 256, blocks=2), 1.00),
+    ),
+}
+"""Likewise, of blocks that share one. They compile without spilling and have not been run: for `--tune` alone."""
+
+LARGE = 2**40
 ROWS: tuple[tuple[int, RowConfig], ...] = ((1024, RowConfig(4)), (LARGE, RowConfig(1, 128)))
 """By columns, at most."""
 
@@ -104,11 +161,17 @@ ATTN: dict[tuple[int, bool], AttnConfig] = {
 """By head dimension, and whether causality or a window hides keys."""
 
 
-def gemm_config(kernel: str, outputs: int | None, *, cpu: bool) -> Config:
-    """The tiles of `gemm` or `geglu` for so many outputs; None for many."""
-    if cpu:
-        return CPU_GEMM
-    return next(config for most, config in GEMM[kernel] if outputs is None or outputs <= most or most == LARGE)
+@functools.lru_cache(4096)
+def gemm_config(kernel: str, m: int | None, n: int, *, cpu: bool) -> Config:
+    """The tiles of `gemm` or `geglu` for so many rows and columns of the output; None for many rows."""
+    return CPU_GEMM if cpu else min(GEMM[kernel], key=lambda each: _time(each, m, n))[0]
+
+
+def _time(tiles: tuple[Config, float], m: int | None, n: int) -> float:
+    """Of the multiprocessor with the most tiles, in outputs."""
+    config, speed = tiles
+    count = -(-(m or 2**16) // config.bm) * -(-n // config.bn)
+    return -(-count // SMS) * config.bm * config.bn / speed
 
 
 def row_config(columns: int, *, cpu: bool) -> RowConfig:
@@ -129,52 +192,20 @@ def attn_config(dim: int, *, bounded: bool, cpu: bool) -> AttnConfig:
     return ATTN[next((each for each in known if each >= dim), known[-1]), bounded]
 
 
-def candidates(kernel: str) -> tuple[Config | RowConfig | RopeConfig | AttnConfig, ...]:
-    """What `--tune` tries for a kernel."""
-    return _CANDIDATES[kernel]
+def candidates(kernel: str, m: int = 0, n: int = 0, most: int = 6) -> tuple[Tiles, ...]:
+    """What `--tune` tries for a kernel; for a product of so many rows and columns those that should be fastest."""
+    if kernel not in GEMM:
+        return _CANDIDATES[kernel]
+    ordered = sorted((*GEMM[kernel], *SHARED[kernel]), key=lambda each: _time(each, m, n))
+    return tuple(config for config, _ in ordered[:most])
 
 
-_CANDIDATES: dict[str, tuple[Config | RowConfig | RopeConfig | AttnConfig, ...]] = {
-    "gemm": (
-        Config(64, 64, 64, 4, 128),
-        Config(64, 128, 64, 4, 128),
-        Config(128, 64, 64, 4, 128),
-        Config(128, 128, 64, 3, 256),
-        Config(128, 128, 64, 4, 256),
-        Config(128, 128, 64, 4, 256, "Square"),
-        Config(128, 128, 64, 4, 128),
-        Config(128, 192, 64, 3, 256),
-        Config(128, 256, 64, 3, 256),
-        Config(128, 256, 64, 3, 256, swizzle=0),
-        Config(128, 256, 64, 4, 256, swizzle=4),
-        Config(256, 128, 64, 3, 256),
-    ),
-    "geglu": (
-        Config(64, 64, 64, 4, 128),
-        Config(64, 128, 64, 4, 128),
-        Config(128, 64, 64, 4, 256),
-        Config(128, 96, 64, 3, 256),
-        Config(128, 128, 64, 3, 256),
-        Config(128, 128, 64, 4, 256),
-        Config(128, 128, 64, 3, 256, swizzle=0),
-    ),
-    "add_ln": (RowConfig(1), RowConfig(2), RowConfig(4), RowConfig(8), RowConfig(1, 64), RowConfig(1, 128)),
-    "rope": (
-        RopeConfig(1, 128),
-        RopeConfig(2, 128),
-        RopeConfig(4, 128),
-        RopeConfig(4, 256),
-        RopeConfig(8, 256),
-    ),
+_CANDIDATES: dict[str, tuple[Tiles, ...]] = {
+    "add_ln": (RowConfig(2), RowConfig(4), RowConfig(8), RowConfig(1, 128)),
+    "rope": (RopeConfig(2, 128), RopeConfig(4, 128), RopeConfig(4, 256), RopeConfig(8, 256)),
     "attn": (
-        AttnConfig(64, 64, 2, 128),
-        AttnConfig(64, 128, 2, 128),
         AttnConfig(128, 64, 2, 256),
-        AttnConfig(128, 64, 3, 256),
-        AttnConfig(128, 96, 2, 256),
-        AttnConfig(128, 128, 1, 256),
         AttnConfig(128, 128, 2, 256),
-        AttnConfig(128, 160, 2, 256),
         AttnConfig(128, 176, 2, 256),
         AttnConfig(192, 80, 2, 384),
         AttnConfig(192, 128, 2, 384),

@@ -1,12 +1,16 @@
 """Kernels made of programs, checked at every call, and kept: for TileLang's target `c`, or for a GPU.
 
 TileLang's own call checks dtypes, ranks and fixed sizes. It does not check that two tensors agree on a size known only
-with the call, and then writes out of bounds; a None in a tensor's place ends the process. `Compiled` checks them.
+with the call, and then writes out of bounds; a None in a tensor's place ends the process. `Compiled` checks them, once
+for each kind of call, and leaves out TileLang's own checks where it can.
 """
 
 from __future__ import annotations
 
+import inspect
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +23,7 @@ __all__ = ["Compiled", "compile_cpu", "compile_gpu", "lowered", "made", "rows_ar
 
 ALIGNMENT = 16  # bytes, of addresses and strides: loads are as wide, and the hardware's copies of tiles ask for it
 CPU_FLAGS = ["-O2"]  # without any, g++ does not optimise: 6 times slower
+KEPT = 512  # kinds of calls that a kernel knows to be right: shapes, strides and dtypes of all its tensors
 
 _kept: dict[tuple[Any, ...], Compiled] = {}
 _lock = threading.Lock()
@@ -35,10 +40,13 @@ class Compiled:
     def __init__(self, program: Program, kernel: Any) -> None:
         self.program = program
         self._kernel = kernel
+        self._call = _entry(kernel)
         self._args = tuple(program.args.items())
+        self._count = len(self._args)
         self._dtypes = {label: getattr(torch, arg.dtype) for label, arg in self._args}
         self._written = tuple(place for place, (_, arg) in enumerate(self._args) if arg.written)
         self._device = "cpu" if program.cpu else "cuda"
+        self._right: dict[Any, bool] = {}
 
     def __repr__(self) -> str:
         tensors = ", ".join(f"{label} {_shape(arg)}" for label, arg in self._args)
@@ -58,21 +66,45 @@ class Compiled:
             ValueError: A tensor of another dtype, shape, layout or device, sizes that disagree, or one that needs a
                 gradient.
         """
-        count = len(self._args)
-        self._check(given, count)
-        tensors = given[:count]
-        if not all(tensor.numel() for tensor in tensors):
+        tensors = given[: self._count]
+        kind = self._kind(given)
+        empty = None if kind is None else self._right.get(kind)
+        if empty is None:
+            self._check(given, self._count)
+            empty = not all(tensor.numel() for tensor in tensors)
+            if kind is not None:
+                if len(self._right) >= KEPT:
+                    self._right.clear()
+                self._right[kind] = empty
+        if empty:
             for place in self._written:  # nothing to read: what is written is nothing, or attention to no keys
                 tensors[place].zero_()
-        elif self.program.cpu:
-            self._kernel(*given)
+        elif self.program.cpu or tensors[0].device.index == torch.cuda.current_device():
+            self._call(*given)
         else:
             with torch.cuda.device(tensors[0].device):
-                self._kernel(*given)
+                self._call(*given)
         for place in self._written:
             tensor = tensors[place]
             if not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)  # TileLang writes without saying so
+
+    def _kind(self, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """All that the checks look at; None where one of the tensors is none, and where it has no strides."""
+        grad = torch.is_grad_enabled()
+        try:
+            return (
+                *[
+                    (
+                        type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride(),
+                        tensor.data_ptr() % ALIGNMENT, grad and tensor.requires_grad,
+                    )
+                    for tensor in given[: self._count]
+                ],
+                *map(type, given[self._count :]),
+            )  # fmt: skip
+        except (AttributeError, RuntimeError):
+            return None
 
     def _check(self, given: tuple[Any, ...], count: int) -> None:
         if len(given) != count + len(self.program.scalars):
@@ -136,6 +168,22 @@ class Compiled:
         if gpu and tensor.data_ptr() % ALIGNMENT:
             msg = f"{name}: {label} starts at an address that is no multiple of {ALIGNMENT} bytes; clone it."
             raise ValueError(msg)
+
+
+def _entry(kernel: Any) -> Callable[..., Any]:
+    """A call of TileLang's without its own looks at each tensor, which `Compiled` has checked: half of its time.
+
+    Its C++ wrapper has an option for that. For a GPU it calls the function it compiled, which checks what it is given
+    once more, by way of Python that looks it up and copies the arguments; the function itself is what that ends in.
+    """
+    call: Callable[..., Any] = kernel.torch_function
+    if "skip_tensor_validation" in inspect.signature(call).parameters:
+        return partial(call, skip_tensor_validation=True)
+    if kernel.execution_backend == "tvm_ffi" and hasattr(kernel.adapter, "get_exportable_executable"):
+        made = kernel.adapter.get_exportable_executable()
+        function: Callable[..., Any] = (made.jit() if hasattr(made, "jit") else made)["main"]
+        return function
+    return call
 
 
 def _shape(arg: Arg) -> str:

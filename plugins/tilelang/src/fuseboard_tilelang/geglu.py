@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from fuseboard_tilelang._configs import Config, gemm_config
+from fuseboard_tilelang._configs import LOADING, Config, gemm_config
 from fuseboard_tilelang._tile import ACCUMULATOR, Arg, Program, program, tile
-from fuseboard_tilelang.gemm import activation
+from fuseboard_tilelang.gemm import PASSES, activation
 
 __all__ = ["gemm_geglu_kernel"]
 
@@ -37,7 +37,7 @@ def gemm_geglu_kernel(
         ValueError: No such dtype.
     """
     on = tile(dtype, cpu=cpu)
-    c = config or gemm_config("geglu", None, cpu=cpu)
+    c = config or gemm_config("geglu", None, N, cpu=cpu)
     T = on.T  # noqa: N806
     M = T.dynamic("M")  # noqa: N806
     bm, bn, bk = c.bm, c.bn, c.bk
@@ -54,6 +54,10 @@ def gemm_geglu_kernel(
             v = on.fragment((bm, bn), ACCUMULATOR)
             if not cpu and c.swizzle:
                 T.use_swizzle(c.swizzle)
+            if not cpu and c.blocks > 1:
+                T.annotate_min_blocks_per_sm(c.blocks)
+                T.annotate_producer_reg_dealloc(LOADING)
+                T.annotate_consumer_reg_alloc(c.registers)
             T.clear(u)
             T.clear(v)
             for k in T.Pipelined(T.ceildiv(K, bk), num_stages=c.stages):
@@ -80,4 +84,4 @@ def gemm_geglu_kernel(
         "bias": Arg((2 * N,), dtype) if bias else None,
         "out": Arg(("M", N), dtype, written=True),
     }
-    return program(on, "gemm_geglu_kernel", gemm_geglu, args, sizes={"M": M})
+    return program(on, "gemm_geglu_kernel", gemm_geglu, args, passes=PASSES, sizes={"M": M})

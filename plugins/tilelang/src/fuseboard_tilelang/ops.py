@@ -231,7 +231,7 @@ def _check(name: str, first: Any, second: Any, rank: int) -> None:
 
 
 def _gemm_config(kernel: str, x: Tensor, n: int) -> _configs.Config | None:
-    return _configs.gemm_config(kernel, x.shape[0] * n, cpu=False) if x.is_cuda else None
+    return _configs.gemm_config(kernel, x.shape[0], n, cpu=False) if x.is_cuda else None
 
 
 def _kernel(x: Tensor, factory: Any, *sizes: int | None, **options: Any) -> Compiled:

@@ -17,7 +17,9 @@ Job: TypeAlias = "tuple[Factory, Sequence[int | None], Mapping[str, Any]]"
 """A factory, its sizes, its options."""
 
 
-def warm(jobs: Sequence[Job], *, target: str | None = None, workers: int | None = None) -> list[str | None]:
+def warm(
+    jobs: Sequence[Job], *, target: str | None = None, workers: int | None = None, seconds: float | None = None
+) -> list[str | None]:
     """Compile kernels in child processes; whoever makes the same ones afterwards finds them in tens of milliseconds.
 
     One kernel takes 2 to 20 seconds, and one process compiles one at a time.
@@ -26,15 +28,24 @@ def warm(jobs: Sequence[Job], *, target: str | None = None, workers: int | None 
         jobs: The kernels.
         target: `c` for the CPU form, or a GPU such as `sm_90a`; None for the current device.
         workers: Processes; None for one each core.
+        seconds: After so many no further kernel is begun; None for no limit.
 
     Returns:
         For each kernel None, or why there is none.
     """
+    if not jobs:
+        return []
     where = target or target_of(None)
     count = max(1, min(workers or os.cpu_count() or 1, len(jobs)))
     context = multiprocessing.get_context("spawn")  # a forked child of a process that has used a GPU cannot
     with concurrent.futures.ProcessPoolExecutor(count, mp_context=context) as pool:
-        return list(pool.map(_one, [(where, *job) for job in jobs]))
+        futures = [pool.submit(_one, (where, *job)) for job in jobs]
+        concurrent.futures.wait(futures, seconds)
+        late = [future.cancel() for future in futures]  # what is done, or under way, is not
+        return [
+            f"not begun within {seconds} s" if never else future.result()
+            for never, future in zip(late, futures, strict=True)
+        ]
 
 
 def _one(job: tuple[str, Factory, Sequence[int | None], Mapping[str, Any]]) -> str | None:
