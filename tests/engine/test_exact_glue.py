@@ -6,7 +6,9 @@ import importlib.util
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import torch
 from fuseboard.engine.decoder import QwenDecoder
 from fuseboard.engine.decoder.config import DecoderConfig
 from fuseboard.engine.decoder.exact_glue import exact_for
+from fuseboard.engine.decoder.launch import Launcher
 
 SHAPE = {
     "model_type": "qwen3", "vocab_size": 64, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
@@ -163,6 +166,71 @@ print("seen")
 """
     )
     assert found == "seen\n"
+
+
+class Compiled:
+    """What Triton's compiled kernel is to a launcher: it takes a grid, and then so many arguments."""
+
+    packed_metadata = ()
+
+    def __init__(self, takes: int, launched: list[tuple[Any, ...]]) -> None:
+        self.takes, self.launched = takes, launched
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*given: Any) -> None:
+            if len(given) != self.takes:
+                msg = f"function takes exactly {self.takes} arguments ({len(given)} given)"
+                raise TypeError(msg)
+            self.launched.append(("itself", grid, len(given)))
+
+        return launch
+
+
+class Jitted:
+    """What `triton.jit` makes of a function with two tensors, a number and a constant."""
+
+    params = tuple(types.SimpleNamespace(is_constexpr=each) for each in (False, False, False, True))
+
+    def __init__(self, takes: int | None) -> None:
+        self.launched: list[tuple[Any, ...]] = []
+        self.compiled = None if takes is None else Compiled(takes, self.launched)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*given: Any, **options: Any) -> Any:
+            self.launched.append(("usual", grid, len(given), options))
+            return self.compiled
+
+        return launch
+
+
+@pytest.mark.parametrize(("takes", "direct"), [(4, True), (3, True), (9, False), (None, None)])
+def test_a_compiled_kernel_is_launched_by_itself_where_it_can_be(takes: int | None, direct: bool | None) -> None:
+    kernel = Jitted(takes)
+    launcher, x = Launcher(kernel, num_warps=2), torch.ones(32)
+    for _ in range(3):
+        launcher((5, 6), x, x, 7, 8)
+
+    usual, itself = ("usual", (5, 6), 4, {"num_warps": 2}), ("itself", (5, 6, 1), takes)
+    assert kernel.launched == [usual, *([itself] * 2 if direct else [usual] * 2)]
+    assert launcher.direct is direct
+
+
+def test_what_a_kernel_is_compiled_for_is_looked_up_anew_when_it_changes() -> None:
+    kernel = Jitted(4)
+    launcher, x = Launcher(kernel), torch.ones(32)
+    base = 4 - x.data_ptr() % 16 // 4  # so many elements to the next aligned one
+    aligned, askew = x[base % 4 :], x[base % 4 + 1 :]
+    for given in (
+        (aligned, x, 7, 8),
+        (askew, x, 7, 8),
+        (aligned.int(), x, 7, 8),
+        (aligned, x, 1, 8),
+        (aligned, x, 7, 9),
+    ):
+        for _ in range(2):
+            launcher((1, 1), *given)
+
+    assert [each[0] for each in kernel.launched] == ["usual", "itself"] * 5
 
 
 def test_the_cpu_has_torch_s_kernels_and_the_report_says_so() -> None:

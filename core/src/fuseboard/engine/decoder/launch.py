@@ -28,11 +28,13 @@ class Launcher:
         """Prepare.
 
         Args:
-            kernel: A function of `triton.jit`.
+            kernel: A function of `triton.jit`, whose constants come last.
             **options: How to compile it, such as `num_warps`.
         """
         self.direct: bool | None = None
         self._kernel, self._options = kernel, options
+        self._constants = sum(each.is_constexpr for each in getattr(kernel, "params", ()))
+        self._taken: int | None = None  # how many of the arguments a compiled kernel takes; None for all
         self._found: dict[Any, Any] = {}
 
     def __call__(self, grid: tuple[int, int], *arguments: Any) -> None:
@@ -50,20 +52,33 @@ class Launcher:
         )
         found = self._found.get(key)
         if found is None:
-            found = self._kernel[grid](*arguments, **self._options)
-            if not hasattr(found, "packed_metadata"):
-                self.direct = None if found is None else False  # the interpreter gives nothing, and is never slower
-                return
-            if len(self._found) >= _MOST:
-                self._found.clear()
-            self._found[key] = found
-            return
-        if self.direct:
-            found[grid[0], grid[1], 1](*arguments)
-            return
-        try:
-            found[grid[0], grid[1], 1](*arguments)
-            self.direct = True
-        except (TypeError, ValueError, AttributeError):  # a Triton whose compiled kernels are called otherwise
-            self.direct = False
+            self._first(key, grid, arguments)
+        elif self.direct:
+            found[grid[0], grid[1], 1](*arguments[: self._taken])
+        elif not self._try(found, grid, arguments):
             self._kernel[grid](*arguments, **self._options)
+
+    def _first(self, key: Any, grid: tuple[int, int], arguments: tuple[Any, ...]) -> None:
+        """The usual launch, which finds the compiled kernel."""
+        found = self._kernel[grid](*arguments, **self._options)
+        if not hasattr(found, "packed_metadata"):
+            self.direct = None if found is None else False  # the interpreter gives nothing, and is never slower
+            return
+        if len(self._found) >= _MOST:
+            self._found.clear()
+        self._found[key] = found
+
+    def _try(self, found: Any, grid: tuple[int, int], arguments: tuple[Any, ...]) -> bool:
+        """Whether a compiled kernel can be launched by itself: with all arguments, or in older Tritons with fewer.
+
+        One that takes another number of arguments says so before it launches anything.
+        """
+        for taken in (None, len(arguments) - self._constants):
+            try:
+                found[grid[0], grid[1], 1](*arguments[:taken])
+            except (TypeError, ValueError, AttributeError):
+                continue
+            self._taken, self.direct = taken, True
+            return True
+        self.direct = False
+        return False
