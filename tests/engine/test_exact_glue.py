@@ -148,16 +148,25 @@ assert not launched and any("silu" in each for each in seen)
 decoder(ids)  # gradients are on
 assert not launched
 with torch.no_grad():
-    mlp, x = decoder.model.layers[0].mlp, torch.ones(1, 1, 48, dtype=torch.float16)
-    traced = torch.jit.trace(lambda x: mlp(x), x, check_trace=False)
+    x = torch.ones(1, 1, 48, dtype=torch.float16)
+    layer, given = decoder.model.layers[0], torch.ones(1, 1, 64, dtype=torch.float16)
+    traced = torch.jit.trace(lambda x: layer.after(x, given), x, check_trace=False)
 assert not launched and "silu" in str(traced.graph)
+with torch.no_grad():
+    torch.compile(layer.after, backend="eager", fullgraph=True)(x, given)
+    vmapped = torch.func.vmap(lambda x: layer.after(x, given))(torch.ones(2, 1, 1, 48, dtype=torch.float16))
+assert not launched and vmapped.shape == (2, 1, 1, 48)
+with torch.no_grad(), torch.device("cpu"):  # which only says where new tensors lie
+    layer.after(x, given)
+assert launched
+launched.clear()
 with torch.no_grad():
     decoder(ids)
     assert launched
     launched.clear()
     for twin in (copy.deepcopy(decoder), pickle.loads(pickle.dumps(decoder))):
         assert torch.equal(twin(ids), decoder(ids))
-        assert twin.model.layers[0].mlp.exact is not None
+        assert twin.model.layers[0].exact is not None
     decoder.exact_glue = False
     launched.clear()
     decoder(ids)

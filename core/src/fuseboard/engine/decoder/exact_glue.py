@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 __all__ = ["ExactGlue", "exact_for"]
 
 _BLOCK = 1024
-_WORTH = 4
-"""So many launches have to be saved by one that goes through all of Triton's own launcher."""
 _HALVES = (torch.float16, torch.bfloat16)
 _Sizes = tuple[int, int, int, int, bool]
 
@@ -68,22 +66,21 @@ class ExactGlue:
         """Whether compiled kernels are launched by themselves, which costs the host about what torch's do."""
         return self._squares.direct is True
 
-    def serves(self, x: Tensor, saves: int = _WORTH) -> bool:
-        """Whether a step that begins with this tensor may use the kernels, and gains by it.
+    @property
+    def cheap(self) -> bool:
+        """Whether a launch costs so little that it need not stand for four of torch's; else only `rotate` is used."""
+        return self._squares.direct is not False
 
-        Args:
-            x: `(batch, 1, …)`.
-            saves: How many of torch's launches one of these stands for.
-        """
+    def serves(self, x: Tensor) -> bool:
+        """Whether the kernels may be used now, in a step that begins with this tensor, `(batch, 1, …)`."""
         return (
-            not torch.compiler.is_dynamo_compiling()
-            and not torch.is_grad_enabled()
-            and x.shape[1] == 1
+            not _tracing()
+            and not _grad()
             and type(x) is Tensor
+            and x.shape[1] == 1
             and x.dtype is self.dtype
-            and (saves >= _WORTH or self._squares.direct is not False)
             and _is_watched_by_nobody()
-            and (x.device.type != "cuda" or x.device.index == torch.cuda.current_device())  # where Triton launches
+            and (self.device.index is None or self.device.index == torch.cuda.current_device())  # Triton launches there
         )
 
     def norm(
@@ -165,6 +162,10 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 and x.stride(2) == x.shape[3] else x.contiguous()
 
 
+# Looked up once: they are asked twice a layer.
+_tracing, _grad = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
+_dispatch_modes, _transform = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
+_jit_tracing, _has_function_modes = torch._C._is_tracing, torch._C._is_torch_function_mode_enabled
 _function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
 
 
@@ -176,10 +177,10 @@ def _only_places(mode: object) -> bool:
 def _is_watched_by_nobody() -> bool:
     """A mode that is told of every operation, such as a tracer, is told nothing of a Triton kernel."""
     return (
-        torch._C._len_torch_dispatch_stack() == 0
-        and (not torch._C._is_torch_function_mode_enabled() or all(map(_only_places, _function_modes())))
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and not torch._C._is_tracing()
+        _dispatch_modes() == 0
+        and (not _has_function_modes() or all(map(_only_places, _function_modes())))
+        and _transform() is None
+        and not _jit_tracing()
     )
 
 

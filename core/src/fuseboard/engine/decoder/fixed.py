@@ -270,7 +270,7 @@ def _plain(decoder: QwenDecoder, ids: Tensor, cache: FixedCache) -> Tensor:
         hidden, q, k, v = layer.enter(hidden, delta, cos, sin)
         k, v = cache.parts[kind].put(cache.index[index], k, v, places[kind])
         hidden, delta = layer.leave(hidden, layer.attend(q, k, v, given[kind]))
-    return decoder.end(decoder.model.norm.added(hidden, delta)[1], normalised=True)
+    return decoder.end(decoder.normalised(hidden, delta), normalised=True)
 
 
 def _glued(decoder: QwenDecoder, ids: Tensor, cache: FixedCache, glue: Glue) -> Tensor:

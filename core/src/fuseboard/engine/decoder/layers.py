@@ -131,7 +131,6 @@ class SelfAttention(nn.Module):
             self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.fused = False
-        self.exact: ExactGlue | None = None
         self._both: tuple[tuple[int, ...], Tensor] | None = None
 
     def fuse(self) -> None:
@@ -140,14 +139,16 @@ class SelfAttention(nn.Module):
         del self.q_proj, self.k_proj, self.v_proj
         self.fused = True
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(
+        self, x: Tensor, cos: Tensor, sin: Tensor, exact: ExactGlue | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, `(batch, heads, length, head_dim)`, the first two normalised and rotated.
 
         Queries and keys together where that is the same in bits: on the CPU, whose reductions go row by row, and when
         they came out of one linear. CUDA plans a reduction by the tensor's size, so there they stay apart.
         """
-        if self.exact is not None and self.exact.serves(x):
-            return self._exactly(self.exact, x, cos, sin)
+        if exact is not None:
+            return self._exactly(exact, x, cos, sin)
         split = (*x.shape[:2], -1, self.head_dim)
         heads, both = self.heads, self.heads + self.kv_heads
         if self.fused:
@@ -171,12 +172,12 @@ class SelfAttention(nn.Module):
         split = (*x.shape[:2], -1, self.head_dim)
         if self.fused:
             qk, v = self.qkv_proj(x).view(split).split((self.heads + self.kv_heads, self.kv_heads), dim=2)
-            qk = self.q_norm.normalised(qk) if self.qk_norm else qk
+            qk = self.q_norm.normalised(qk, exact) if self.qk_norm else qk
             q, k = qk.split((self.heads, self.kv_heads), dim=2)
         else:
             q, k, v = (each(x).view(split) for each in (self.q_proj, self.k_proj, self.v_proj))
             if self.qk_norm:
-                q, k = self.q_norm.normalised(q), self.k_norm.normalised(k)
+                q, k = self.q_norm.normalised(q, exact), self.k_norm.normalised(k, exact)
         weights = (self.q_norm.weight, self.k_norm.weight) if self.qk_norm else None
         return exact.rotate(q, k, v, weights, cos, sin, joined=self.fused)
 
@@ -206,7 +207,6 @@ class MLP(nn.Module):
         self.up_proj = _linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = _linear(config.intermediate_size, config.hidden_size, bias=False)
         self.fused = False
-        self.exact: ExactGlue | None = None
 
     def fuse(self) -> None:
         """Stack gate and up into one linear."""
@@ -214,20 +214,25 @@ class MLP(nn.Module):
         del self.gate_proj, self.up_proj
         self.fused = True
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, exact: ExactGlue | None = None) -> Tensor:
         """`down(silu(gate(x)) * up(x))`."""
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1) if self.fused else (self.gate_proj(x), self.up_proj(x))
-        if self.exact is not None and self.exact.serves(x, 2):
-            return self.down_proj(self.exact.silu_mul(gate, up))  # type: ignore[no-any-return]
+        if exact is not None and exact.cheap:
+            return self.down_proj(exact.silu_mul(gate, up))  # type: ignore[no-any-return]
         return self.down_proj(F.silu(gate) * up)  # type: ignore[no-any-return]
 
 
 class Layer(nn.Module):
-    """A layer, cut at its attention: `before`, `attend`, `after`, so that what lies between can be captured."""
+    """A layer, cut at its attention: `before`, `attend`, `after`, so that what lies between can be captured.
+
+    Attributes:
+        exact: In steps of one token, kernels with torch's bits for what lies between matrix products; None for torch's.
+    """
 
     def __init__(self, config: DecoderConfig, kind: str) -> None:
         super().__init__()
         self.kind = kind
+        self.exact: ExactGlue | None = None
         self.shares = config.groups > 1
         self.dropout = config.attention_dropout
         self.self_attn = SelfAttention(config)
@@ -245,17 +250,6 @@ class Layer(nn.Module):
         self.self_attn.fuse()
         self.mlp.fuse()
 
-    def use(self, exact: ExactGlue | None) -> None:
-        """In steps of one token, these kernels for what lies between matrix products; None for torch's own."""
-        attn = self.self_attn
-        norms = (
-            self.input_layernorm,
-            self.post_attention_layernorm,
-            *((attn.q_norm, attn.k_norm) if attn.qk_norm else ()),
-        )
-        for part in (attn, self.mlp, *norms):
-            part.exact = exact
-
     def before(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """From the hidden state to queries, keys and values."""
         return self.enter(hidden, None, cos, sin)[1:]
@@ -264,8 +258,9 @@ class Layer(nn.Module):
         self, hidden: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`before`, of a hidden state that `delta` is still to be added to; gives that first."""
-        hidden, x = self.input_layernorm.added(hidden, delta)
-        return hidden, *self.self_attn.project(x, cos, sin)
+        exact = self._serving(hidden)
+        hidden, x = self.input_layernorm.added(hidden, delta, exact)
+        return hidden, *self.self_attn.project(x, cos, sin, exact)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor:
         """Attention, `(batch, length, heads * head_dim)`; keys go to it as they are, fewer than the queries' heads."""
@@ -293,5 +288,9 @@ class Layer(nn.Module):
 
     def leave(self, hidden: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
         """`after`, as two tensors to be added: the next layer's norm may do it on its way."""
-        hidden, x = self.post_attention_layernorm.added(hidden, self.self_attn.o_proj(attended))
-        return hidden, self.mlp(x)
+        exact = self._serving(hidden)
+        hidden, x = self.post_attention_layernorm.added(hidden, self.self_attn.o_proj(attended), exact)
+        return hidden, self.mlp(x, exact)
+
+    def _serving(self, hidden: Tensor) -> ExactGlue | None:
+        return self.exact if self.exact is not None and self.exact.serves(hidden) else None

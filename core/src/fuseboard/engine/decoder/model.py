@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fuseboard.engine.decoder import fixed
 from fuseboard.engine.decoder.config import DecoderConfig
-from fuseboard.engine.decoder.exact_glue import exact_for
+from fuseboard.engine.decoder.exact_glue import ExactGlue, exact_for
 from fuseboard.engine.decoder.fixed import FixedCache
 from fuseboard.engine.decoder.generation import Chooser, Draw, Token, check_ids, steps
 from fuseboard.engine.decoder.glue import Glue, glue_for
@@ -85,6 +85,7 @@ class QwenDecoder(Loading):
         self.pad = config.pad
         self.fused = False
         self.exact_glue = True
+        self._exact: ExactGlue | None = None
         self._no_exact_glue: str | None = None
         self._graphs: bool | str = True
         self._glue = (False, False)
@@ -271,8 +272,8 @@ class QwenDecoder(Loading):
         found = exact_for(*now, self.config) if self.exact_glue else "switched off"
         exact = None if isinstance(found, str) else found
         for _, layer in self._layers():
-            layer.use(exact)
-        self.model.norm.exact = exact
+            layer.exact = exact
+        self._exact = exact
         self._no_exact_glue = found if isinstance(found, str) else None
         self._ready = ready
 
@@ -382,7 +383,7 @@ class QwenDecoder(Loading):
                 hidden, delta = layer.leave(hidden, layer.attend(q, k, v, given[layer.kind]))
         if cache is not None:
             cache.end(new)
-        return self.model.norm.added(hidden, delta)[1]
+        return self.normalised(hidden, delta)
 
     def visited(self) -> Iterator[tuple[int, Layer]]:
         """The layers in their order, each when its weights are on the device; within `one_pass`."""
@@ -425,6 +426,11 @@ class QwenDecoder(Loading):
             positions = cache.positions(new, hidden.device)
         cos, sin = self.rotation(positions, longest)
         return hidden, cos, sin, self.given(cache, new)
+
+    def normalised(self, hidden: Tensor, delta: Tensor | None) -> Tensor:
+        """The last norm, of what `Layer.leave` gives for the last layer."""
+        exact = self._exact if self._exact is not None and self._exact.serves(hidden) else None
+        return self.model.norm.added(hidden, delta, exact)[1]
 
     def end(self, hidden: Tensor, *, normalised: bool = False) -> Tensor:
         """What follows the last layer: norm and head."""

@@ -58,7 +58,6 @@ class RMSNorm(nn.Module):
 
     Attributes:
         fused: Whether `F.rms_norm` is used; set where `fused_norm_exact` says so.
-        exact: Kernels with the formula's bits, for steps of one token; None where there are none.
     """
 
     def __init__(self, size: int, eps: float) -> None:
@@ -67,38 +66,38 @@ class RMSNorm(nn.Module):
         self.size = size
         self.eps = eps
         self.fused = False
-        self.exact: ExactGlue | None = None
 
-    def normalised(self, x: Tensor) -> Tensor:
-        """Without the weight. Where a gradient is wanted it is the formula's own."""
+    def normalised(self, x: Tensor, exact: ExactGlue | None = None) -> Tensor:
+        """Without the weight. Where a gradient is wanted it is the formula's own.
+
+        Args:
+            x: Its last axis is normalised.
+            exact: Kernels with the formula's bits, where they serve.
+        """
         if self.fused and not (torch.is_grad_enabled() and x.requires_grad):
             return F.rms_norm(x, (self.size,), None, self.eps)
-        if self._is_exact_for(x):
-            assert self.exact is not None
-            return self.exact.norm(x, None, self.eps)[1]
+        if exact is not None and self._suits(exact, x):
+            return exact.norm(x, None, self.eps)[1]
         return upcast_norm(x, self.eps)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last axis."""
-        if self._is_exact_for(x):
-            assert self.exact is not None
-            return self.exact.norm(x, self.weight, self.eps)[1]
         return self.weight * self.normalised(x)
 
-    def added(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-        """`x + delta`, or x, and that normalised."""
-        if delta is None:
-            return x, self.forward(x)
-        if self._is_exact_for(x) and delta.is_contiguous() and delta.dtype == x.dtype:
-            assert self.exact is not None
-            return self.exact.norm(x, self.weight, self.eps, delta=delta)
-        total = x + delta
+    def added(self, x: Tensor, delta: Tensor | None, exact: ExactGlue | None = None) -> tuple[Tensor, Tensor]:
+        """`x + delta`, or x, and that normalised; arguments as for `normalised`."""
+        suits = exact is not None and self._suits(exact, x) and (delta is None or _alike(x, delta))
+        if exact is not None and suits:
+            return exact.norm(x, self.weight, self.eps, delta=delta)
+        total = x if delta is None else x + delta
         return total, self.forward(total)
 
-    def _is_exact_for(self, x: Tensor) -> bool:
-        # Two launches stand for six: three each.
-        exact = self.exact
-        if exact is None or self.fused or not exact.serves(x, 3):
-            return False
+    def _suits(self, exact: ExactGlue, x: Tensor) -> bool:
         weight = self.weight
-        return x.is_contiguous() and weight.dtype == x.dtype and weight.is_contiguous()
+        return (
+            exact.cheap and not self.fused and x.is_contiguous() and weight.dtype == x.dtype and weight.is_contiguous()
+        )
+
+
+def _alike(x: Tensor, delta: Tensor) -> bool:
+    return delta.is_contiguous() and delta.dtype == x.dtype and delta.shape == x.shape

@@ -75,8 +75,7 @@ class DecoderSteps:
         if layer + 1 < len(self._layers):
             hidden, *taken = self._layers[layer + 1].enter(hidden, delta, cos, sin)
             return hidden, tuple(taken)
-        hidden, x = self._decoder.model.norm.added(hidden, delta)
-        return hidden, self._decoder.end(x, normalised=True)
+        return hidden, self._decoder.end(self._decoder.normalised(hidden, delta), normalised=True)
 
     def _attend(self, layer: int, tensors: tuple[Tensor, ...]) -> Tensor:
         assert self._cache is not None
