@@ -1,9 +1,15 @@
 """The TileLang kernels beside torch: differences, microseconds, and the tiles they should have.
 
     python benchmarks/tilelang_kernels.py --out DIR           every row: differences, times; DIR/tilelang.json and .md
-    python benchmarks/tilelang_kernels.py --out DIR --tune    also every listed configuration, and the best as JSON
-    python benchmarks/tilelang_kernels.py --cpu               the CPU form against float32, where there is no GPU
+    ... --only REGEX                                          those rows whose name it is found in
+    ... --tune --seconds N                                    then other tiles, for what is slowest beside torch first,
+                                                              until N seconds are over
+    ... --eager                                               without torch.compile, which compiles for long
+    ... --compile-only [--tune] [--target sm_90a]             no row: only fills TileLang's cache ($TILELANG_CACHE_DIR),
+                                                              which with --target needs no GPU and can be taken to one
+    ... --cpu                                                 the CPU form against float32, where there is no GPU
     ... --readme                                              and puts the table into plugins/tilelang/README.md
+    ... --from FILE.json --readme                             the table of an earlier run
 
 Kernels are compiled first, in as many processes as there are cores, into TileLang's cache on disk. What then runs on
 the GPU runs in one child process, which writes each row as soon as it has it; where a row ends or hangs that process,
@@ -11,6 +17,9 @@ the row says so and another child goes on after it.
 
 `call` is a call from Python, back to back; `device` is the same replayed from a CUDA graph, launches left out. Inputs
 stay in the L2 cache as far as they fit, for everybody.
+
+Inputs are scaled so that results stay below 8, where bfloat16's last bit is 1/32: a limit of 0.05 is then one on the
+arithmetic, not on the rounding of large numbers. The table has the largest.
 """
 
 from __future__ import annotations
@@ -22,6 +31,7 @@ import math
 import multiprocessing
 import os
 import pathlib
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -113,13 +123,16 @@ def inputs(case: Case, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
     if case.kernel in ("gemm", "geglu"):
         m, n, k = case.sizes
         rows = 2 * n if case.kernel == "geglu" else n
-        found = {"x": draw(m, k), "weight": draw(rows, k, scale=k**-0.5), "bias": draw(rows)}
+        size = 0.5 if case.kernel == "geglu" else 1.0  # of what is multiplied with one another
+        found = {
+            "x": draw(m, k, scale=size), "weight": draw(rows, k, scale=k**-0.5), "bias": draw(rows, scale=0.5 * size)
+        }  # fmt: skip
         if case.option("residual"):
             found["residual"] = draw(m, n)
         return found
     if case.kernel == "add_ln":
         m, d = case.sizes
-        return {"residual": draw(m, d), "x": draw(m, d), "weight": draw(d), "bias": draw(d)}
+        return {"residual": draw(m, d), "x": draw(m, d), "weight": draw(d, scale=0.3), "bias": draw(d, scale=0.3)}
     if case.kernel == "rope":
         m, h, d = case.sizes
         angles = torch.arange(1024)[:, None] / 10000 ** (torch.arange(d // 2)[None] / (d // 2))
@@ -154,11 +167,11 @@ def program(case: Case, config: Any) -> tuple[Any, tuple[Any, ...], dict[str, An
     if case.kernel == "gemm":
         m, n, k = case.sizes
         options = {"bias": True, "residual": bool(case.option("residual")), "act": case.option("act") or "none"}
-        options["config"] = config or _configs.gemm_config("gemm", m * n, cpu=False)
+        options["config"] = config or _configs.gemm_config("gemm", m, n, cpu=False)
         return gemm_kernel, (n, k), options
     if case.kernel == "geglu":
         m, n, k = case.sizes
-        options = {"bias": True, "config": config or _configs.gemm_config("geglu", m * n, cpu=False)}
+        options = {"bias": True, "config": config or _configs.gemm_config("geglu", m, n, cpu=False)}
         return gemm_geglu_kernel, (n, k), options
     if config is not None:
         options["config"] = config
@@ -169,6 +182,11 @@ def program(case: Case, config: Any) -> tuple[Any, tuple[Any, ...], dict[str, An
     bounded = bool(case.option("causal") or case.option("window"))
     options |= {"bounded": bounded, "lengths": bool(case.option("lengths"))}
     return attn_kernel, (None, None, None, case.sizes[3]), options
+
+
+def candidates(case: Case) -> tuple[Any, ...]:
+    """What `--tune` tries for it."""
+    return _configs.candidates(case.kernel, *(case.sizes[:2] if case.kernel in ("gemm", "geglu") else ()))
 
 
 def numbers(case: Case) -> tuple[float | int, ...]:
@@ -368,22 +386,31 @@ Job: TypeAlias = "tuple[str, int, str, Any]"
 """What is to be done (`check`, `time`, `peer` or `tune`), the case's place, a dtype or a peer's name, a config."""
 
 
+@functools.lru_cache(2)
+def held(place: int, which: str) -> dict[str, Tensor]:
+    """The inputs of a case, which to draw takes longer than most of what is measured."""
+    return inputs(CASES[place], DTYPES[which], "cuda")
+
+
 def work(job: Job, rounds: int, arch: str) -> dict[str, Any]:
     """Do one job."""
     what, place, which, config = job
     case = CASES[place]
     if what == "check":
-        given = inputs(case, DTYPES[which], "cuda")
+        given = held(place, which)
         want = reference(case, given)
         got = results(case, given)
-        found = {"fp32": max(float((mine.float() - right).abs().max()) for mine, right in zip(got, want, strict=True))}
+        found = {
+            "fp32": max(float((mine.float() - right).abs().max()) for mine, right in zip(got, want, strict=True)),
+            "largest": max(float(right.abs().max()) for right in want),
+        }
         try:
             part, cut = on_cpu(case, given)
             found["cpu"] = float((cut(got[0]).float().cpu() - part).abs().max())
         except ImportError as error:
             return {**found, "note": str(error)}
         return found
-    given = inputs(case, torch.bfloat16, "cuda")
+    given = held(place, "bfloat16")
     if what == "time":
         run = ours(case, given)
     elif what == "tune":
@@ -415,8 +442,18 @@ def child(jobs: list[Job], rounds: int, arch: str, rows: Any) -> None:
             os._exit(3)
 
 
-def done(jobs: list[Job], rounds: int, arch: str, keep: Callable[[Job, dict[str, Any]], None]) -> None:
-    """Do all jobs in children, one at a time; one that ends or hangs a child does not end the others."""
+def done(
+    jobs: list[Job], rounds: int, arch: str, keep: Callable[[Job, dict[str, Any]], None], until: float = math.inf
+) -> None:
+    """Do all jobs in children, one at a time; one that ends or hangs a child does not end the others.
+
+    Args:
+        jobs: In order.
+        rounds: Measurements of each.
+        arch: What their kernels were compiled for.
+        keep: Takes what came of each.
+        until: A reading of the monotonic clock at which to stop.
+    """
     context = multiprocessing.get_context("spawn")
     while jobs:
         rows = context.Queue()
@@ -429,14 +466,23 @@ def done(jobs: list[Job], rounds: int, arch: str, keep: Callable[[Job, dict[str,
                 place, found = rows.get(timeout=1.0)
             except Exception:  # noqa: BLE001 - queue.Empty, or a torn pipe
                 late = time.monotonic() - last > PATIENCE
-                why = "hangs" if late else "" if process.is_alive() else f"ended with {process.exitcode}"
+                why = (
+                    "late"
+                    if time.monotonic() > until
+                    else "hangs"
+                    if late
+                    else ""
+                    if process.is_alive()
+                    else f"ended with {process.exitcode}"
+                )
                 continue
             keep(jobs[place], found)
             finished, last = place + 1, time.monotonic()
+            why = "late" if last > until else ""
         if process.is_alive() and why:
             process.kill()
         process.join()
-        if finished == len(jobs):
+        if finished == len(jobs) or why == "late":
             return
         if why == "hangs" or finished == 0:
             keep(jobs[finished], {"error": f"the process {why}"})
@@ -444,17 +490,37 @@ def done(jobs: list[Job], rounds: int, arch: str, keep: Callable[[Job, dict[str,
         jobs = jobs[finished:]
 
 
-def compile_all(wanted: list[tuple[int, str, Any]], arch: str, workers: int) -> dict[tuple[int, str, Any], str]:
-    """Compile in parallel; what could not be, and why."""
-    jobs = []
-    for place, dtype, config in wanted:
-        factory, sizes, kwargs = program(CASES[place], config)
-        jobs.append((factory, sizes, {"dtype": dtype, **kwargs}))
-    failed = {}
-    for key, error in zip(wanted, warm(jobs, target=arch, workers=workers), strict=True):
-        if error is not None:
-            failed[key] = error
-            print(f"does not compile: {CASES[key[0]].name}, {key[1]}, {key[2]}: {error}", flush=True)
+Wanted: TypeAlias = "tuple[int, str, Any]"
+"""A kernel: the case's place, a dtype (`c` for the CPU form), a config or None."""
+
+
+def compile_all(wanted: list[Wanted], arch: str, workers: int, seconds: float | None = None) -> dict[Wanted, str]:
+    """Compile in parallel, each once; what could not be, and why."""
+    begun = time.monotonic()
+    failed: dict[Wanted, str] = {}
+    for target in ("c", arch):
+        jobs: dict[str, Any] = {}
+        owners: dict[str, list[Wanted]] = {}
+        for key in wanted:
+            place, dtype, config = key
+            if (dtype == "c") != (target == "c"):
+                continue
+            factory, sizes, kwargs = program(CASES[place], config)
+            options = {**kwargs, "config": None} if dtype == "c" else {**kwargs, "dtype": dtype}
+            name = repr((factory.__name__, sizes, sorted(options.items())))
+            jobs[name] = (factory, sizes, {each: value for each, value in options.items() if value is not None})
+            owners.setdefault(name, []).append(key)
+        if target == "c" and _package.cpu_problem() is not None:
+            continue
+        for name, error in zip(
+            jobs, warm(list(jobs.values()), target=target, workers=workers, seconds=seconds), strict=True
+        ):
+            if error is not None:
+                failed |= dict.fromkeys(owners[name], error)
+                print(f"does not compile: {name}: {error}", flush=True)
+        took = time.monotonic() - begun
+        print(f"{len(jobs)} kernels for {target} in {took:.0f} s, {len(jobs) / took:.2f} a second", flush=True)
+        begun = time.monotonic()
     return failed
 
 
@@ -462,17 +528,31 @@ def short(number: float | None, digits: int = 1) -> str:
     return "" if number is None else f"{number:.{digits}f}"
 
 
+def beside(row: dict[str, Any]) -> float | None:
+    """How long ours takes on the device, 1 for the fastest other that computes the same; None where it is unknown."""
+    mine = row.get("time", {}).get("device")
+    others = [
+        each["device"]
+        for key, each in row.items()
+        if key.startswith("peer ") and "nothing hidden" not in key and "device" in each
+    ]
+    return mine / min(others) if mine and others else None
+
+
 def table(rows: dict[str, dict[str, Any]]) -> str:
     """The results as Markdown."""
     head = (
-        "kernel", "bf16 diff", "fp16 diff", "from CPU form", "µs a call", "µs on the device", "torch, device",
-        "torch.compile, device", "others, device",
+        "kernel", "largest value", "bf16 diff", "fp16 diff", "from CPU form", "µs a call", "torch, a call",
+        "µs on the device", "torch", "torch.compile", "others", "ours / best",
     )  # fmt: skip
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for name, row in rows.items():
+        if not row:
+            continue
         checks = [row.get(f"check {dtype}", {}) for dtype in DTYPES]
         diffs = [f"{each['fp32']:.1e}" if "fp32" in each else each.get("error", "") for each in checks]
         near = [each["cpu"] for each in checks if "cpu" in each]
+        largest = max((each["largest"] for each in checks if "largest" in each), default=None)
         mine = row.get("time", {})
         others = {key.removeprefix("peer "): each for key, each in row.items() if key.startswith("peer ")}
         rest = ", ".join(
@@ -481,12 +561,27 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
             if key not in ("torch", "torch.compile")
         )
         cells = [
-            name, *diffs, f"{max(near):.1e}" if near else "", short(mine.get("call")) or mine.get("error", ""),
+            name, short(largest), *diffs, f"{max(near):.1e}" if near else "",
+            short(mine.get("call")) or mine.get("error", ""), short(others.get("torch", {}).get("call")),
             short(mine.get("device")),
             *(short(others.get(key, {}).get("device")) for key in ("torch", "torch.compile")), rest,
+            short(beside(row), 2),
         ]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def shown(result: dict[str, Any]) -> str:
+    """A run as Markdown: when and where, the table, what is slower than others, what is missing."""
+    facts, rows = result["facts"], result["rows"]
+    text = ", ".join(f"{key} {value}" for key, value in facts.items()) + "\n\n"
+    if "note" in result:  # of who keeps an old run's numbers
+        text += f"{result['note']}\n\n"
+    text += table(rows)
+    slower = [name for name, row in rows.items() if (beside(row) or 0) > 1]
+    absent = [name for name, row in rows.items() if not row]
+    text += "\n\nSlower on the device than the best other: " + ("; ".join(slower) or "none") + "."
+    return text + (f"\n\nNot measured in this run: {'; '.join(absent)}." if absent else "")
 
 
 def cpu_rows() -> dict[str, dict[str, float]]:
@@ -521,7 +616,13 @@ def main() -> None:
     parser.add_argument(
         "--out", type=pathlib.Path, help="a folder for tilelang.json and tilelang.md, written as it goes"
     )
-    parser.add_argument("--tune", action="store_true", help="try every listed configuration")
+    parser.add_argument("--only", default="", metavar="REGEX", help="rows whose name this is found in")
+    parser.add_argument("--tune", action="store_true", help="then other tiles, where we are slowest beside torch first")
+    parser.add_argument("--seconds", type=float, default=120.0, help="how long --tune may take (default %(default)s)")
+    parser.add_argument("--eager", action="store_true", help="without torch.compile")
+    parser.add_argument("--compile-only", action="store_true", help="fill TileLang's cache, and measure nothing")
+    parser.add_argument("--target", help="what to compile for, such as sm_90a; without it the GPU that is there")
+    parser.add_argument("--from", dest="earlier", type=pathlib.Path, metavar="FILE", help="show a run's tilelang.json")
     parser.add_argument("--cpu", action="store_true", help="only the CPU form, against float32")
     parser.add_argument("--readme", action="store_true", help=f"write the table into {PLUGIN.name} of the plugin")
     parser.add_argument("--rounds", type=int, default=30)
@@ -537,38 +638,48 @@ def main() -> None:
         if options.readme:
             write_plugin_readme("cpu", text)
         return
-    if not torch.cuda.is_available():
-        msg = "tilelang.py needs a CUDA device; on a machine without one: --cpu."
+    if options.earlier:
+        text = shown(json.loads(options.earlier.read_text(encoding="utf-8")))
+        print(text)
+        if options.readme:
+            write_plugin_readme("gpu", text)
+        return
+    if not torch.cuda.is_available() and not (options.compile_only and options.target):
+        msg = "tilelang_kernels.py needs a CUDA device; without one: --cpu, or --compile-only --target sm_90a."
         raise SystemExit(msg)
     problem = _package.gpu_problem()
     if problem is not None:
         raise SystemExit(problem)
-    measure(options)
+    places = [place for place, case in enumerate(CASES) if re.search(options.only, case.name)]
+    if not places:
+        msg = f"--only {options.only!r} is found in no row; there are: {'; '.join(case.name for case in CASES)}."
+        raise SystemExit(msg)
+    arch = options.target or target_of(None)
+    wanted: list[Wanted] = [(place, dtype, None) for place in places for dtype in ("c", *DTYPES)]
+    if options.compile_only:
+        extra = [each for place in places for each in tunings(place)] if options.tune else []
+        compile_all(wanted + extra, arch, options.workers)
+        return
+    measure(options, places, wanted, arch)
 
 
-def measure(options: argparse.Namespace) -> None:  # noqa: C901 - one run, from the first kernel to the last row
+def tunings(place: int) -> list[Wanted]:
+    """The kernels that `--tune` tries for a row."""
+    return [(place, "bfloat16", config) for config in candidates(CASES[place]) if CASES[place].name in TUNED]
+
+
+def measure(options: argparse.Namespace, places: list[int], wanted: list[Wanted], arch: str) -> None:
     """Compile, then run everything, and write what is known after each row."""
     begun = time.monotonic()
-    arch = target_of(None)
     facts = {
-        **versions("torch", "tilelang", "apache-tvm-ffi"), **machine(), "device": torch.cuda.get_device_name(),
-        "cudnn": torch.backends.cudnn.version(), "nvcc": _package.nvcc() or "none: NVRTC", "target": arch,
+        "date": time.strftime("%Y-%m-%d"), **versions("torch", "tilelang", "apache-tvm-ffi"), **machine(),
+        "device": torch.cuda.get_device_name(), "cudnn": torch.backends.cudnn.version(),
+        "nvcc": _package.nvcc() or "none: NVRTC", "target": arch,
     }  # fmt: skip
     print(facts, flush=True)
-    wanted: list[tuple[int, str, Any]] = [(place, dtype, None) for place in range(len(CASES)) for dtype in DTYPES]
-    tuning: list[tuple[int, str, Any]] = []
-    if options.tune:
-        tuning = [
-            (place, "bfloat16", config)
-            for place, case in enumerate(CASES)
-            if case.name in TUNED
-            for config in _configs.candidates(case.kernel)
-        ]
-    failed = compile_all(wanted + tuning, arch, options.workers)
-    facts["compiled in s"] = round(time.monotonic() - begun)
-    print(f"{len(wanted + tuning)} kernels compiled in {facts['compiled in s']} s, {len(failed)} not", flush=True)
-    rows: dict[str, dict[str, Any]] = {case.name: {} for case in CASES}
-    best: dict[str, list[Any]] = {case.name: [] for case in CASES}
+    compile_all(wanted, arch, options.workers)
+    rows: dict[str, dict[str, Any]] = {CASES[place].name: {} for place in places}
+    best: dict[str, list[Any]] = {CASES[place].name: [] for place in places}
 
     def keep(job: Job, found: dict[str, Any]) -> None:
         what, place, which, config = job
@@ -580,36 +691,44 @@ def measure(options: argparse.Namespace) -> None:  # noqa: C901 - one run, from 
             rows[name][what if what == "time" else f"{what} {which}"] = found
         save()
 
-    def save() -> None:
+    def save() -> dict[str, Any]:
         ordered = {
             name: sorted(each, key=lambda row: row.get("device", math.inf)) for name, each in best.items() if each
         }
+        result = {"facts": facts, "rows": rows, "tuned": ordered}
         if options.out:
             options.out.mkdir(parents=True, exist_ok=True)
-            text = json.dumps({"facts": facts, "rows": rows, "tuned": ordered}, indent=1)
-            (options.out / "tilelang.json").write_text(text + "\n")
-            (options.out / "tilelang.md").write_text(table(rows) + "\n")
+            (options.out / "tilelang.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            (options.out / "tilelang.md").write_text(shown(result) + "\n", encoding="utf-8")
+        return result
 
     jobs: list[Job] = []
-    for place, case in enumerate(CASES):
+    for place in places:
+        names = [name for name in peer_names(CASES[place]) if not (options.eager and name == "torch.compile")]
+        jobs += [("time", place, "bfloat16", None), *(("peer", place, name, None) for name in names)]
         jobs += [("check", place, dtype, None) for dtype in DTYPES]
-        jobs.append(("time", place, "bfloat16", None))
-        jobs += [("peer", place, name, None) for name in peer_names(case)]
-    for place, dtype, config in tuning:
-        if (place, dtype, config) not in failed:
-            jobs.append(("tune", place, dtype, config))
-        else:
-            best[CASES[place].name].append({"config": attrs.asdict(config), "error": failed[place, dtype, config]})
     done(jobs, options.rounds, arch, keep)
-    save()
-    print(table(rows))
-    for name, tried in best.items():
-        if tried:
-            first = min(tried, key=lambda row: row.get("device", math.inf))
-            print(json.dumps({"case": name, "best": first["config"], "us": first.get("device")}))
+    if options.tune:
+        tune(options, sorted(places, key=lambda place: -(beside(rows[CASES[place].name]) or 0)), arch, keep)
+    result = save()
+    print(shown(result))
+    for name, tried in result["tuned"].items():
+        print(json.dumps({"case": name, "best": tried[0]["config"], "us": tried[0].get("device")}))
     print(f"{time.monotonic() - begun:.0f} s")
     if options.readme:
-        write_plugin_readme("gpu", ", ".join(f"{key} {value}" for key, value in facts.items()) + "\n\n" + table(rows))
+        write_plugin_readme("gpu", shown(result))
+
+
+def tune(
+    options: argparse.Namespace, places: list[int], arch: str, keep: Callable[[Job, dict[str, Any]], None]
+) -> None:
+    """Time other tiles, for at most so many seconds, of which half may go to compiling."""
+    until = time.monotonic() + options.seconds
+    wanted = [each for place in places for each in tunings(place)]
+    failed = compile_all(wanted, arch, options.workers, options.seconds / 2)
+    for place, dtype, config in failed:
+        keep(("tune", place, dtype, config), {"error": failed[place, dtype, config]})
+    done([("tune", *each) for each in wanted if each not in failed], options.rounds, arch, keep, until)
 
 
 def peer_names(case: Case) -> list[str]:

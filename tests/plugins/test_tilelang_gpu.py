@@ -261,7 +261,7 @@ def test_attention_is_float64_s_and_the_cpu_form_s(
     got = ops.attention(q, k, v, real, causal, window)
     assert apart(got, want) < CLOSE_ATTENTION
     assert not got.masked_select(~mask.any(-1)[..., None]).any()
-    if dim == 64 and dtype == BF16:
+    if dim == 64 and dtype == BF16 and lengths != (300, 1000):  # which takes the CPU form seconds
         again = [None if each is None else torch.nan_to_num(each) for each in on_cpu(q, k, v)]
         assert agree(got, lambda: ops.attention(*again, *on_cpu(real), causal, window), CLOSE_ATTENTION)
 

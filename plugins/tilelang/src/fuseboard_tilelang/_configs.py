@@ -31,6 +31,15 @@ REGISTERS = 65536  # of a multiprocessor
 LOADERS, LOADING = 128, 24  # threads that load, and the registers that each keeps
 
 
+def _registers(threads: int, blocks: int) -> int:
+    """What a multiprocessor has for each thread that multiplies, after what the loading ones keep.
+
+    Given out in eights. A thread that asked for more would wait for ever.
+    """
+    each = REGISTERS // blocks // (threads + LOADERS) // 8 * 8
+    return min((each * (threads + LOADERS) - LOADING * LOADERS) // threads // 8 * 8, 240)
+
+
 @attrs.frozen(cache_hash=True)  # part of the key that a kernel is found by at every call
 class Config:
     """A matrix product's tiles.
@@ -57,12 +66,8 @@ class Config:
 
     @property
     def registers(self) -> int:
-        """Of each thread that multiplies: what the multiprocessor has for a block, less what the loading ones keep.
-
-        Given out in eights. A thread that asked for more would wait for ever.
-        """
-        each = REGISTERS // self.blocks // (self.threads + LOADERS) // 8 * 8
-        return min((each * (self.threads + LOADERS) - LOADING * LOADERS) // self.threads // 8 * 8, 240)
+        """Of each thread that multiplies."""
+        return _registers(self.threads, self.blocks)
 
 
 @attrs.frozen
@@ -83,12 +88,18 @@ class RopeConfig:
 
 @attrs.frozen
 class AttnConfig:
-    """Queries and keys in a tile, blocks of keys loaded ahead, and threads that multiply."""
+    """Queries and keys in a tile, blocks of keys loaded ahead, threads that multiply, blocks on a multiprocessor."""
 
     bm: int
     bn: int
     stages: int
     threads: int
+    blocks: int = 1
+
+    @property
+    def registers(self) -> int:
+        """Of each thread that multiplies."""
+        return _registers(self.threads, self.blocks)
 
 
 Tiles: TypeAlias = "Config | RowConfig | RopeConfig | AttnConfig"
@@ -209,5 +220,7 @@ _CANDIDATES: dict[str, tuple[Tiles, ...]] = {
         AttnConfig(128, 176, 2, 256),
         AttnConfig(192, 80, 2, 384),
         AttnConfig(192, 128, 2, 384),
+        AttnConfig(64, 64, 2, 128, blocks=2),
+        AttnConfig(64, 128, 2, 128, blocks=2),
     ),
 }

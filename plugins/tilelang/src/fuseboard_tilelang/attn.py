@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fuseboard_tilelang._configs import AttnConfig, attn_config
+from fuseboard_tilelang._configs import LOADING, AttnConfig, attn_config
 from fuseboard_tilelang._tile import ACCUMULATOR, Arg, Program, program, tile
 
 __all__ = ["OPEN", "SCALARS", "attn_kernel"]
@@ -82,7 +82,7 @@ def attn_kernel(  # noqa: C901, PLR0915 - a kernel is one function for TileLang,
             else:
                 s[i, j] = T.if_then_else(k0 + j < n, s[i, j], HIDDEN)
 
-    def attn(  # noqa: C901, PLR0912
+    def attn(  # noqa: C901, PLR0912, PLR0915
         q: Any, k: Any, v: Any, lengths: Any, out: Any, scale: Any, groups: Any, offset: Any, left: Any, right: Any
     ) -> None:
         with T.Kernel(T.ceildiv(n_q, bm), heads, batch, threads=c.threads) as (bx, by, bz):
@@ -98,6 +98,11 @@ def attn_kernel(  # noqa: C901, PLR0915 - a kernel is one function for TileLang,
             fade = on.fragment((bm,), ACCUMULATOR)
             total = on.fragment((bm,), ACCUMULATOR)
             part = on.fragment((bm,), ACCUMULATOR)
+            if not cpu and c.blocks > 1:
+                # The warps that multiply are else given all registers, which leaves a second block none.
+                T.annotate_min_blocks_per_sm(c.blocks)
+                T.annotate_producer_reg_dealloc(LOADING)
+                T.annotate_consumer_reg_alloc(c.registers)
             # The last queries first: under causality they have the most keys.
             q0 = ((n_q + bm - 1) // bm - 1 - bx) * bm if bounded else bx * bm
             n = T.max(0, T.min(lengths[bz], n_k)) if has_lengths else n_k
