@@ -100,7 +100,7 @@ for given in ({}, {"model_type": "qwen2"}, {"use_sliding_window": True, "sliding
                 used = set(launched) or used
             assert all(map(torch.equal, logits[glued], logits[plain])), (given, fused, formula)
             norms = {"squares", "scaled"} if formula else set()
-            assert not launched and used == norms | {"rotated", "gated"}, (used, launched)
+            assert not launched and used == norms | {"rotated", "gated", "placed"}, (used, launched)
             assert glued.report()["exact_glue"] == "Triton, one token at a time", glued.report()
             assert plain.report()["exact_glue"] == "switched off"
 print("equal")

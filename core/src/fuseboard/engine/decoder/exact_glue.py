@@ -57,6 +57,7 @@ class ExactGlue:
     _rooted: Launcher
     _rotated: Launcher
     _gated: Launcher
+    _placed: Launcher
 
     def __reduce__(self) -> Any:
         return _again, self._key
@@ -156,6 +157,22 @@ class ExactGlue:
         )  # fmt: skip
         return out
 
+    def place(self, k: Tensor, v: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Put each row's key and value, `(batch, kv_heads, 1, head_dim)`, in its slot.
+
+        Args:
+            k: Its last axis contiguous.
+            v: Likewise.
+            slots: Int64 `(batch,)`.
+            keys: `(batch, kv_heads, slots, head_dim)`, contiguous.
+            values: Likewise.
+        """
+        batch, kv_heads, _, dim = k.shape
+        self._placed(
+            (batch, 2 * kv_heads), k, v, slots, keys, values, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            keys.stride(0), keys.stride(1), keys.stride(2), kv_heads, dim, 1 << (dim - 1).bit_length(),
+        )  # fmt: skip
+
 
 def _rows(x: Tensor) -> Tensor:
     """With the heads of a row side by side."""
@@ -233,7 +250,7 @@ def _made(kernels: Any, table: Tensor | None, key: tuple[Any, ...]) -> ExactGlue
     return ExactGlue(
         key[0], key[1], table, key, Launcher(kernels.squares, **options), Launcher(kernels.scaled, **options),
         Launcher(kernels.rooted, **options), Launcher(kernels.rotated, **(options | {"num_warps": 1})),
-        Launcher(kernels.gated, **options),
+        Launcher(kernels.gated, **options), Launcher(kernels.placed, **(options | {"num_warps": 1})),
     )  # fmt: skip
 
 
@@ -270,7 +287,9 @@ class _Trial:
         wide, _, _, dim, qk_norm = self.sizes
         if not all(self.norms(size) for size in ([wide, dim] if qk_norm else [wide])):
             return "norm"
-        return None if self.rotations() else "rotation"
+        if not self.rotations():
+            return "rotation"
+        return None if self.places() else "placing"
 
     def shuffled(self) -> Tensor:
         return self.every[torch.randperm(len(self.every), generator=self.generator).to(self.every.device)]
@@ -333,5 +352,18 @@ class _Trial:
             weighted = (q, k) if weights is None else (weights[0] * q, weights[1] * k)
             wanted = (*(rotate(x, cos, sin) for x in weighted), v)
             if not all(_same(mine, x.transpose(1, 2)) for mine, x in zip(found, wanted, strict=True)):
+                return False
+        return True
+
+    def places(self) -> bool:
+        _, _, kv_heads, dim, _ = self.sizes
+        for size in (4, 16):
+            both = self.drawn(2, 3, 1, kv_heads, dim).transpose(2, 3)
+            held = self.drawn(2, 3, kv_heads, size, dim)
+            slots = torch.tensor([0, 3, 21], device=self.every.device) % size
+            wanted = held.clone()
+            wanted.scatter_(3, slots[None, :, None, None, None].expand(both.shape), both)
+            self.glue.place(both[0], both[1], slots, held[0], held[1])
+            if not _same(held, wanted):
                 return False
         return True

@@ -16,7 +16,7 @@ triton: Any = importlib.import_module("triton")
 tl: Any = importlib.import_module("triton.language")
 libdevice: Any = importlib.import_module("triton.language.extra.libdevice")
 
-__all__ = ["gated", "rooted", "rotated", "scaled", "squares"]
+__all__ = ["gated", "placed", "rooted", "rotated", "scaled", "squares"]
 
 
 @triton.jit
@@ -105,3 +105,22 @@ def gated(gate, up, table, out, size, gate_by_row, up_by_row, TABLE: tl.constexp
         # torch's own exponential and its division: Triton's usual ones are quicker, and rounded otherwise.
         bent = tl.div_rn(wide, 1.0 + libdevice.exp(-wide)).to(x.dtype)
     tl.store(out + row * size + at, (bent.to(tl.float32) * y.to(tl.float32)).to(x.dtype), mask=real)
+
+
+@triton.jit
+def placed(
+    k, v, slots, keys, values, k_by_row, k_by_head, v_by_row, v_by_head, by_row, by_head, by_slot,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    at = tl.arange(0, BLOCK)
+    real = at < DIM
+    slot = tl.load(slots + row)
+    if head < KV_HEADS:
+        moved = tl.load(k + row * k_by_row + head * k_by_head + at, mask=real, other=0.0)
+        tl.store(keys + row * by_row + head * by_head + slot * by_slot + at, moved, mask=real)
+    else:
+        own = head - KV_HEADS
+        moved = tl.load(v + row * v_by_row + own * v_by_head + at, mask=real, other=0.0)
+        tl.store(values + row * by_row + own * by_head + slot * by_slot + at, moved, mask=real)

@@ -24,6 +24,7 @@ from fuseboard.errors import InputError
 from fuseboard.masks import MaskInfo
 
 if TYPE_CHECKING:
+    from fuseboard.engine.decoder.exact_glue import ExactGlue
     from fuseboard.engine.decoder.kv_cache import KVCache
     from fuseboard.engine.decoder.model import QwenDecoder
 
@@ -86,10 +87,21 @@ class Part:
         keys = self.slots < counts[:, None]
         return Given(mask=keys[:, None, None, :], info=Lengths(keys, padding="right", counts=counts))
 
-    def put(self, layer: int, k: Tensor, v: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
-        """Take in `(batch, kv_heads, 1, head_dim)` at each row's place, `(batch, 1, 1, 1)`; give the whole buffers."""
+    def put(self, layer: int, k: Tensor, v: Tensor, slots: Tensor, exact: ExactGlue | None) -> tuple[Tensor, Tensor]:
+        """Take in `(batch, kv_heads, 1, head_dim)` at each row's slot; give the whole buffers.
+
+        Args:
+            layer: Which, among those of its kind.
+            k: The keys.
+            v: The values.
+            slots: Int64 `(batch,)`.
+            exact: Kernels, where they serve.
+        """
         keys, values = self.keys[layer], self.values[layer]
-        place = place.expand(k.shape)
+        if exact is not None and k.stride(-1) == v.stride(-1) == 1:
+            exact.place(k, v, slots, keys, values)
+            return keys, values
+        place = slots[:, None, None, None].expand(k.shape)
         keys.scatter_(2, place, k)
         values.scatter_(2, place, v)
         return keys, values
@@ -263,12 +275,13 @@ def _plain(decoder: QwenDecoder, ids: Tensor, cache: FixedCache) -> Tensor:
     hidden = decoder.model.embed_tokens(ids)
     cos, sin = (each.index_select(0, cache.positions)[:, None, None] for each in (cache.cos, cache.sin))
     given = {kind: part.given(cache.positions) for kind, part in cache.parts.items()}
-    places = {kind: (cache.positions % part.size)[:, None, None, None] for kind, part in cache.parts.items()}
+    slots = {kind: cache.positions % part.size for kind, part in cache.parts.items()}
+    exact = decoder.serving(hidden)
     delta: Tensor | None = None
     for index, layer in decoder.visited():
         kind = layer.kind
         hidden, q, k, v = layer.enter(hidden, delta, cos, sin)
-        k, v = cache.parts[kind].put(cache.index[index], k, v, places[kind])
+        k, v = cache.parts[kind].put(cache.index[index], k, v, slots[kind], exact)
         hidden, delta = layer.leave(hidden, layer.attend(q, k, v, given[kind]))
     return decoder.end(decoder.normalised(hidden, delta), normalised=True)
 

@@ -429,8 +429,11 @@ class QwenDecoder(Loading):
 
     def normalised(self, hidden: Tensor, delta: Tensor | None) -> Tensor:
         """The last norm, of what `Layer.leave` gives for the last layer."""
-        exact = self._exact if self._exact is not None and self._exact.serves(hidden) else None
-        return self.model.norm.added(hidden, delta, exact)[1]
+        return self.model.norm.added(hidden, delta, self.serving(hidden))[1]
+
+    def serving(self, hidden: Tensor) -> ExactGlue | None:
+        """The kernels with torch's bits, where they may be used now."""
+        return self._exact if self._exact is not None and self._exact.serves(hidden) else None
 
     def end(self, hidden: Tensor, *, normalised: bool = False) -> Tensor:
         """What follows the last layer: norm and head."""
