@@ -110,6 +110,15 @@ def test_activations_are_float32_s_from_far_below_zero_to_far_above(act: str) ->
     assert apart(ops.gemm(x, weight, torch.zeros(70), rest, act)[:, :67], ACTIVATIONS[act](x)) < CLOSE
 
 
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_what_is_no_number_or_infinite_stays_so(act: str) -> None:
+    bias = torch.tensor([math.nan, math.inf] * 35)
+    out = ops.gemm(torch.randn(17, 67), linear(70, 67), bias, torch.zeros(17, 70), act)
+
+    assert torch.equal(out.isnan(), bias.isnan().expand(17, 70))
+    assert torch.equal(out.isposinf(), bias.isposinf().expand(17, 70))
+
+
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("residual", [False, True])
 def test_gemm_is_float32_s_with_and_without_bias_and_residual(biased: bool, residual: bool) -> None:

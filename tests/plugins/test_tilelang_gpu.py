@@ -173,6 +173,20 @@ def test_gemm_is_float32_s_and_the_cpu_form_s(
     assert agree(got[few], lambda: ops.gemm(*again, act), CLOSE)
 
 
+@pytest.mark.parametrize(("act", "dtype"), [("gelu", BF16), ("gelu_tanh", FP16)])
+def test_what_is_no_number_or_infinite_stays_so(act: str, dtype: torch.dtype) -> None:
+    bias = torch.tensor([torch.nan, torch.inf] * 35).to(dtype).cuda()
+    x, weight, residual = (
+        draw(17, 67, dtype=dtype),
+        draw(70, 67, dtype=dtype, seed=1),
+        draw(17, 70, dtype=dtype, seed=2),
+    )
+    out = ops.gemm(x, weight, bias, residual, act)
+
+    assert torch.equal(out.isnan(), bias.isnan().expand(17, 70))
+    assert torch.equal(out.isposinf(), bias.isposinf().expand(17, 70))
+
+
 @pytest.mark.parametrize(("shape", "biased", "dtype", "tiles"), GEGLUS)
 def test_geglu_is_float32_s_and_the_cpu_form_s(
     shape: tuple[int, int, int], biased: bool, dtype: torch.dtype, tiles: Config | None

@@ -20,10 +20,11 @@ def activation(T: Any, act: str, value: Any) -> Any:  # noqa: N803
     Abramowitz and Stegun's 7.1.26, off by 1.5e-7 at most, in half the instructions of CUDA's, and tanh is by exp.
     """
     if act == "relu":
-        return T.max(value, 0.0)
+        return T.if_then_else(value < 0.0, 0.0, value)  # a maximum would make zero of NaN
     if act == "gelu":
-        # value * P(X < value) for a normal X, whose smaller tail is tail: no sum cancels.
-        size = T.max(value, -value)
+        # value * P(X < value) for a normal X, whose smaller tail is tail: no sum cancels. Beyond 32 it is zero, and
+        # infinity times zero is none; NaN comes back by exp2.
+        size = T.min(T.max(value, -value), 32.0)
         t = 1.0 / (1.0 + 0.23164188825 * size)
         tail = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))))
         return T.max(value, 0.0) - size * (tail * T.exp2(value * value * -0.7213475204444817))
