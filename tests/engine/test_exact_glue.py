@@ -48,6 +48,7 @@ def made(dtype=torch.float16, **given):
         name: (torch.randn(each.shape, generator=generator) * (0.2 if each.dim() > 1 else 1.0)).to(dtype)
         for name, each in decoder.named_parameters()
     })
+    decoder.exact_glue = True
     return decoder
 
 
@@ -102,7 +103,7 @@ for given in ({}, {"model_type": "qwen2"}, {"use_sliding_window": True, "sliding
             norms = {"squares", "scaled"} if formula else set()
             assert not launched and used == norms | {"rotated", "gated", "placed"}, (used, launched)
             assert glued.report()["exact_glue"] == "Triton, one token at a time", glued.report()
-            assert plain.report()["exact_glue"] == "switched off"
+            assert plain.report()["exact_glue"] == "not asked for"
 print("equal")
 """
     )
@@ -246,7 +247,7 @@ def test_the_cpu_has_torch_s_kernels_and_the_report_says_so() -> None:
     decoder = QwenDecoder(SHAPE)
     decoder.load({name: torch.ones(each.shape) for name, each in decoder.named_parameters()}, dtype=torch.bfloat16)
 
+    assert decoder.report()["exact_glue"] == "not asked for"
+    decoder.exact_glue = True
     assert decoder.report()["exact_glue"] == "not for cpu"
-    decoder.exact_glue = False
-    assert decoder.report()["exact_glue"] == "switched off"
     assert exact_for(torch.device("cpu"), torch.float16, DecoderConfig.of(SHAPE)) == "not for cpu"

@@ -121,6 +121,14 @@ ENGINE: tuple[tuple[str, Row], ...] = (
         ),
     ),
     (
+        "fuseboard.engine.decoder.exact_glue:ExactGlue",
+        Row(
+            "exact glue", NOTHING, "norms, rotation and gate of a one-token step in fewer launches, where a trial on "
+            "the device gives torch's bits", on=False, ask="`decoder.exact_glue = True`",
+            reported="`QwenDecoder.report()`: `exact_glue`",
+        ),
+    ),
+    (
         "fuseboard.engine.decoder:QwenDecoder.stream_layers",
         Row(
             "streamed layers", NOTHING, "the layers' weights stay in pinned host memory and are copied over as a pass "

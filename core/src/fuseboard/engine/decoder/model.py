@@ -48,7 +48,9 @@ _FORMS = (True, False, "step", "step-eager")
 class _Stack(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, device="meta")
+        # A weight of its own: Embedding fills one that it makes, which on meta imports torch._dynamo, two seconds long.
+        weight = torch.empty(config.vocab_size, config.hidden_size, device="meta")
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=weight)
         self.embed_tokens.requires_grad_(requires_grad=False)
         self.layers = nn.ModuleList([Layer(config, kind) for kind in config.layer_types])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -66,7 +68,8 @@ class QwenDecoder(Loading):
         pad: What a row that has ended is filled with.
         fused: Whether `fuse` was called.
         exact_glue: Whether steps of one token may use kernels that do several elementwise operations at once, with
-            torch's bits, where a trial on the device finds them so. No number depends on it.
+            torch's bits, where a trial on the device finds them so. No number depends on it. Off unless set, until
+            it has been measured on a GPU.
     """
 
     def __init__(self, config: Any, *, ignore: Collection[str] = ()) -> None:
@@ -84,7 +87,7 @@ class QwenDecoder(Loading):
         self.eos = config.eos
         self.pad = config.pad
         self.fused = False
-        self.exact_glue = True
+        self.exact_glue = False
         self._exact: ExactGlue | None = None
         self._no_exact_glue: str | None = None
         self._graphs: bool | str = True
@@ -269,7 +272,7 @@ class QwenDecoder(Loading):
         for module in self.modules():
             if isinstance(module, RMSNorm):
                 module.fused = fused_norm_exact(*now, module.size, module.eps)
-        found = exact_for(*now, self.config) if self.exact_glue else "switched off"
+        found = exact_for(*now, self.config) if self.exact_glue else "not asked for"
         exact = None if isinstance(found, str) else found
         for _, layer in self._layers():
             layer.exact = exact
