@@ -20,6 +20,8 @@ REASONS = {
     "top_left_for_bottom_right": ("wrong", "top-left for bottom-right"),
     "bottom_right_for_top_left": ("wrong", "bottom-right for top-left"),
     "ignores_the_window": ("dropped argument", "mask_info.window"),
+    "ignores_the_bound_ahead": ("dropped argument", "mask_info.ahead"),
+    "sees_one_key_further_ahead": ("wrong", ""),
     "ignores_the_scale": ("dropped argument", "scale"),
     "tiles_key_heads": ("wrong", "key heads tiled, not repeated"),
     "writes_into_q": ("changed inputs", "q"),

@@ -397,6 +397,8 @@ def _moved(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
     if info is not None and mask is None:
         if info.window is not None:
             yield "mask_info.window", attrs.evolve(still, info=attrs.evolve(info, window=info.window + 7))
+        if info.ahead is not None:
+            yield "mask_info.ahead", attrs.evolve(still, info=attrs.evolve(info, ahead=info.ahead + 7))
         if info.causal:
             yield "mask_info.causal", attrs.evolve(still, info=attrs.evolve(info, causal=False))
         if info.keys is not None:
