@@ -20,8 +20,6 @@ REASONS = {
     "top_left_for_bottom_right": ("wrong", "top-left for bottom-right"),
     "bottom_right_for_top_left": ("wrong", "bottom-right for top-left"),
     "ignores_the_window": ("dropped argument", "mask_info.window"),
-    "ignores_the_bound_ahead": ("dropped argument", "mask_info.ahead"),
-    "sees_one_key_further_ahead": ("wrong", ""),
     "ignores_the_scale": ("dropped argument", "scale"),
     "tiles_key_heads": ("wrong", "key heads tiled, not repeated"),
     "writes_into_q": ("changed inputs", "q"),
@@ -35,6 +33,8 @@ REASONS = {
 }
 RARE = {
     "takes_low_numbers_for_hidden": ("wrong", "low numbers for -inf", ".huge"),
+    "ignores_the_bound_ahead": ("dropped argument", "mask_info.ahead", "ahead"),
+    "sees_one_key_further_ahead": ("wrong", "", "ahead"),
     "ignores_strides": ("wrong", "shared inputs", "-shared"),
 }
 """With a word of the cases that tell."""

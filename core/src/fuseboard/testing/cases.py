@@ -374,11 +374,11 @@ def _crossing(plain: Case) -> Iterator[Case]:
     hidden += [{"structure": each} for each in STRUCTURES]
     for (n_q, n_k), kv_heads, grad, what in itertools.product(CROSSED, (HEADS, SHARED), ("", "qkv"), hidden):
         yield attrs.evolve(plain, q_length=n_q, k_length=n_k, kv_heads=kv_heads, grad=grad, crossed=True, **what)
+    for (n_q, n_k), kv_heads, grad in itertools.product(((33, 65), (65, 33)), (HEADS, SHARED), ("", "qkv")):
+        yield attrs.evolve(plain, q_length=n_q, k_length=n_k, kv_heads=kv_heads, grad=grad, crossed=True, **LOCAL)
     for (n_q, n_k), kv_heads in itertools.product(CROSSED, (HEADS, SHARED)):
         mask = DenseMask("additive", hides="some")
         yield attrs.evolve(plain, q_length=n_q, k_length=n_k, kv_heads=kv_heads, grad="qkvm", mask=mask, crossed=True)
-    for (n_q, n_k), kv_heads, grad in itertools.product(((33, 65), (65, 33)), (HEADS, SHARED), ("", "qkv")):
-        yield attrs.evolve(plain, q_length=n_q, k_length=n_k, kv_heads=kv_heads, grad=grad, crossed=True, **LOCAL)
 
 
 def _few(plain: Case) -> Iterator[Case]:
