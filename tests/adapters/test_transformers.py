@@ -43,6 +43,11 @@ def bert():
     return hf.BertModel, hf.BertConfig(**SMALL, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 
 
+def modernbert(**more):
+    given = {**SMALL, "local_attention": 8, "global_attn_every_n_layers": 2, "pad_token_id": 0, **more}
+    return hf.ModernBertModel, hf.ModernBertConfig(**given)
+
+
 def llama():
     return hf.LlamaForCausalLM, hf.LlamaConfig(**SMALL, **NO_END, num_key_value_heads=4)
 
@@ -65,7 +70,7 @@ def gemma3():
 
 DECODERS = [llama, qwen3, mistral, gemma3]
 # transformers 4 keeps BERT in classes of its own, one for each implementation, and says so with a KeyError.
-MODELS = [bert, *DECODERS] if V5 else DECODERS
+MODELS = [bert, modernbert, *DECODERS] if V5 else DECODERS
 
 
 needs_bert = pytest.mark.skipif(not V5, reason="BERT takes no registered attention before transformers 5")
@@ -161,7 +166,7 @@ class Plugin:
         return kernel
 
 
-ANY_STRUCTURE = (fb.StructureRule(keys={"none", "any", "right", "left"}, window={False, True}),)
+ANY_STRUCTURE = (fb.StructureRule(keys={"none", "any", "right", "left"}, window={False, True}, ahead={False, True}),)
 
 
 @pytest.fixture(scope="module")
@@ -430,6 +435,55 @@ def test_a_window_reaches_a_backend_where_it_hides_something(recorder):
     assert [info and (info.causal, info.window, info.keys) for info in found] == [(True, 5, None), None]
 
 
+@needs_bert
+@pytest.mark.parametrize("padding", ["absent", "right", "left"])
+def test_the_local_layers_of_an_encoder_say_how_far_they_see_on_either_side(padding, recorder):
+    full, local = infos(modernbert, batch(padding), recorder)
+    keys = None if padding == "absent" else batch(padding)["attention_mask"].bool()
+
+    assert full is None if keys is None else (full.window, full.ahead) == (None, None)
+    assert (local.causal, local.window, local.ahead) == (False, 5, 4)
+    assert local.padding == (None if keys is None else padding)
+    assert local.keys is None if keys is None else torch.equal(local.keys, keys)
+
+
+@needs_bert
+def test_every_structure_of_an_encoder_describes_its_dense_mask(recorder, monkeypatch):
+    _, board = pair(modernbert)
+    checked = []
+    inner = adapter._info_of
+
+    def watched(mask, query, key):
+        info = inner(mask, query, key)
+        if info is not None:
+            check_mask_info(mask, info, query.shape[2], key.shape[2], query.device)
+            checked.append(info)
+        return info
+
+    monkeypatch.setattr(adapter, "_info_of", watched)
+    with torch.no_grad(), fb.bind("fast"):
+        for padding in ("absent", "right", "left"):
+            outputs(board, batch(padding))
+
+    assert [each.ahead for each in checked] == [4, None, 4, None, 4]
+
+
+@needs_bert
+def test_an_encoder_on_a_kernel_of_structures_gives_sdpas_result():
+    package = pytest.importorskip("fuseboard_tilelang._package", reason="this plugin's kernel takes no dense mask")
+    problem = package.cpu_problem()
+    if problem is not None:
+        pytest.skip(problem)
+    plain, board = pair(lambda: modernbert(hidden_size=128, num_attention_heads=2))
+    inputs, run = batch("right"), fb.Run()
+    real = inputs["attention_mask"].bool()
+    with torch.no_grad(), fb.bind(fb.policy_for("tilelang", True), run=run):
+        out = outputs(board, inputs)
+
+    assert run.report()["attention"]["used"] == {"tilelang": 2}
+    torch.testing.assert_close(out[real], outputs(plain, inputs)[real], atol=2e-5, rtol=1e-4)
+
+
 def test_without_a_mask_the_causal_flag_says_it_all(recorder):
     infos(llama, batch("none"), recorder)
 
@@ -584,6 +638,22 @@ def test_a_window_inside_other_functions_is_understood():
 
     assert (info.causal, info.window) == (True, 4)
     check_mask_info(mask, info, LENGTH, LENGTH, mask.device)
+
+
+@pytest.mark.skipif(not V5, reason="transformers 4 has no windows on either side")
+@pytest.mark.parametrize("reach", [0, 3, LENGTH])
+def test_a_window_on_either_side_is_understood_alone_and_inside_other_functions(reach):
+    around = masking.sliding_window_bidirectional_overlay(reach)
+    for function, causal in (
+        (masking.sliding_window_bidirectional_mask_function(reach), False),
+        (masking.and_masks(around, masking.sliding_window_bidirectional_overlay(reach + 1)), False),
+        (masking.and_masks(around, masking.causal_mask_function), True),
+    ):
+        mask = made_mask(mask_function=function)
+        info = info_of(mask)
+
+        assert (info.causal, info.window, info.ahead) == (causal, reach + 1, reach)
+        check_mask_info(mask, info, LENGTH, LENGTH, mask.device)
 
 
 def test_queries_that_do_not_end_at_the_last_key_give_no_structure():

@@ -37,7 +37,7 @@ EVERYTHING: dict[str, Any] = {
 }
 """Limits of a backend that takes whatever torch's own function takes, in float32."""
 
-EVERY_STRUCTURE = fb.StructureRule(keys={"none", "any", "right", "left"}, window={False, True})
+EVERY_STRUCTURE = fb.StructureRule(keys={"none", "any", "right", "left"}, window={False, True}, ahead={False, True})
 
 
 def right(q: Tensor, k: Tensor, v: Tensor, *, mask, mask_info, causal, scale, dropout_p) -> Tensor:

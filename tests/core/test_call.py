@@ -121,6 +121,9 @@ def test_a_structure_is_reduced_to_what_the_lengths_leave_of_it():
     assert describe(q, k, v, mask_info=MaskInfo(causal=True))[0].structure == Structure()
     info = MaskInfo(keys, causal=True, window=3, padding="left")
     assert describe(q, k, v, mask_info=info)[0].structure == Structure("left", causal=False, window=True)
+    q, k, v = qkv(q_length=4, k_length=4)
+    bounds = {ahead: describe(q, k, v, mask_info=MaskInfo(ahead=ahead))[0].structure for ahead in (0, 2, 3)}
+    assert bounds == {0: Structure(causal=True), 2: Structure(ahead=True), 3: Structure()}
 
 
 def test_a_structure_cannot_stand_for_a_mask_that_needs_a_gradient_nor_beside_the_causal_flag():

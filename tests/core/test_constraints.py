@@ -130,6 +130,12 @@ def test_every_reason_is_kept_and_not_the_first_only():
             "mask structure left-padded keys",
         ),
         (
+            {"structures": [fb.StructureRule(window={False, True})]},
+            {"structure": Structure(window=True, ahead=True), "mask": "bool"},
+            "mask is bool mask, structure window + bound ahead, allowed structures (causal or not + window or not)",
+            "mask structure window + bound ahead",
+        ),
+        (
             {"dtypes": {F16}, "masks": {"additive"}},
             {"dtype": F16, "mask": "additive", "mask_dtype": F32},
             "mask_dtype is float32, allowed q's, float16 (nearest: cast the mask to float16)",
@@ -221,6 +227,11 @@ def test_the_form_of_a_mask_is_the_structure_where_it_is_claimed_else_dense():
         (fb.StructureRule(keys={"right"}, causal={True}), Structure("right"), False),
         (fb.StructureRule(window={True}), Structure(causal=True), False),
         (fb.StructureRule(window={True, False}), Structure(window=True), True),
+        (fb.StructureRule(window={True, False}), Structure(window=True, ahead=True), False),
+        (fb.StructureRule(), Structure(ahead=True), False),
+        (fb.StructureRule(ahead={True, False}), Structure(ahead=True), True),
+        (fb.StructureRule(ahead={True, False}), Structure(window=True, ahead=True), False),
+        (fb.StructureRule(ahead={True}), Structure(causal=True), False),
     ],
 )
 def test_a_structure_rule_admits_what_all_its_fields_admit(rule, structure, admitted):
@@ -240,6 +251,8 @@ def test_a_structure_rule_may_depend_on_lengths_and_on_a_gradient():
         str(fb.StructureRule(keys={"any", "left"}, causal={False}, window={True})) == "any keys/left padding + window"
     )
     assert str(fb.StructureRule(causal={False})) == "nothing hidden"
+    assert str(fb.StructureRule(causal={False}, window={True}, ahead={True})) == "window + bound ahead"
+    assert str(fb.StructureRule(causal={False}, ahead={False, True})) == "bound ahead or not"
 
 
 @pytest.mark.parametrize(

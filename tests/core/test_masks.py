@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -29,42 +31,49 @@ def structures(draw):
         keys, padding = rows, kind
     if keys is not None:
         keys = torch.tensor(keys, dtype=torch.bool).reshape(len(keys), n_k)
-    return n_q, n_k, keys, draw(st.booleans()), draw(st.none() | st.integers(1, 9)), padding
+    window, ahead = draw(st.none() | st.integers(1, 9)), draw(st.none() | st.integers(0, 9))
+    return n_q, n_k, keys, draw(st.booleans()), window, padding, ahead
 
 
-def sees(i, j, n_q, n_k, keys, causal, window, row):
+def sees(i, j, n_q, n_k, keys, causal, window, ahead, row):
     """The definition, for one query and one key."""
     last = i + n_k - n_q
-    return (keys is None or bool(keys[row, j])) and (not causal or j <= last) and (window is None or j > last - window)
+    if keys is not None and not bool(keys[row, j]):
+        return False
+    bounded = (causal and j > last) or (window is not None and j <= last - window)
+    return not bounded and (ahead is None or j <= last + ahead)
 
 
-def naive(n_q, n_k, keys, causal, window):
+def naive(n_q, n_k, keys, causal, window, ahead):
     rows = 1 if keys is None else keys.shape[0]
     mask = torch.zeros(rows, 1, n_q, n_k, dtype=torch.bool)
     for row in range(rows):
         for i in range(n_q):
             for j in range(n_k):
-                mask[row, 0, i, j] = sees(i, j, n_q, n_k, keys, causal, window, row)
+                mask[row, 0, i, j] = sees(i, j, n_q, n_k, keys, causal, window, ahead, row)
     return mask
 
 
 @given(structures())
 def test_the_dense_mask_is_what_its_definition_says(case):
-    n_q, n_k, keys, causal, window, padding = case
-    dense = MaskInfo(keys, causal, window, padding).dense(n_q, n_k, CPU)
+    n_q, n_k, keys, causal, window, padding, ahead = case
+    dense = MaskInfo(keys, causal, window, padding, ahead).dense(n_q, n_k, CPU)
 
-    assert torch.equal(dense, naive(n_q, n_k, keys, causal, window))
+    assert torch.equal(dense, naive(n_q, n_k, keys, causal, window, ahead))
 
 
 @given(structures())
 def test_the_structure_at_given_lengths_hides_exactly_what_the_whole_hides(case):
-    n_q, n_k, keys, causal, window, padding = case
-    info = MaskInfo(keys, causal, window, padding)
+    n_q, n_k, keys, causal, window, padding, ahead = case
+    info = MaskInfo(keys, causal, window, padding, ahead)
     structure = info.structure(n_q, n_k)
     reduced = info.reduced(structure)
 
     assert torch.equal(reduced.dense(n_q, n_k, CPU), info.dense(n_q, n_k, CPU))
-    assert (reduced.causal, reduced.window is not None) == (structure.causal, structure.window)
+    left = (reduced.causal, reduced.window is not None, reduced.ahead is not None)
+    assert left == (structure.causal, structure.window, structure.ahead)
+    assert not (structure.causal and structure.ahead)
+    assert reduced.structure(n_q, n_k) == structure
     assert info.reduced(structure) is reduced
     if structure.is_open:
         assert bool(info.dense(n_q, n_k, CPU).all())
@@ -72,18 +81,30 @@ def test_the_structure_at_given_lengths_hides_exactly_what_the_whole_hides(case)
 
 @given(structures())
 def test_a_part_that_hides_something_is_never_reduced_away(case):
-    n_q, n_k, _keys, causal, window, _padding = case
-    structure = MaskInfo(None, causal, window).structure(n_q, n_k)
+    n_q, n_k, _keys, causal, window, _padding, ahead = case
+    structure = MaskInfo(None, causal, window, ahead=ahead).structure(n_q, n_k)
+    bound = structure.causal or structure.ahead
 
-    assert structure.causal or not causal or bool(naive(n_q, n_k, None, True, None).all())
-    assert structure.window or window is None or bool(naive(n_q, n_k, None, False, window).all())
+    assert structure.causal or not causal or bool(naive(n_q, n_k, None, True, None, None).all())
+    assert structure.window or window is None or bool(naive(n_q, n_k, None, False, window, None).all())
+    assert bound or ahead is None or bool(naive(n_q, n_k, None, False, None, ahead).all())
+
+
+@given(lengths, lengths, st.booleans(), st.integers(0, 9))
+def test_a_bound_ahead_that_hides_nothing_more_is_not_asked_for(n_q, n_k, causal, ahead):
+    structure = MaskInfo(causal=causal, ahead=ahead).structure(n_q, n_k)
+    without, bounded = naive(n_q, n_k, None, causal, None, None), naive(n_q, n_k, None, causal, None, ahead)
+
+    if n_k > n_q and torch.equal(without, bounded):  # every query has its own key
+        assert not structure.ahead
+        assert structure.causal == (causal and n_q > 1)
 
 
 @given(structures(), st.sampled_from([torch.bool, torch.float32, torch.float16, torch.bfloat16]))
 def test_mask_for_builds_a_mask_and_an_info_that_agree(case, dtype):
-    n_q, n_k, keys, causal, window, padding = case
-    dense, info = mask_for(n_q, n_k, keys=keys, causal=causal, window=window, padding=padding, dtype=dtype)
-    want = naive(n_q, n_k, keys, causal, window)
+    n_q, n_k, keys, causal, window, padding, ahead = case
+    dense, info = mask_for(n_q, n_k, keys=keys, causal=causal, window=window, ahead=ahead, padding=padding, dtype=dtype)
+    want = naive(n_q, n_k, keys, causal, window, ahead)
 
     if dense is None:
         assert bool(want.all())
@@ -98,7 +119,7 @@ def test_mask_for_builds_a_mask_and_an_info_that_agree(case, dtype):
 
 @given(structures())
 def test_mask_for_reads_off_where_the_padding_lies(case):
-    n_q, n_k, keys, _causal, _window, padding = case
+    n_q, n_k, keys, _causal, _window, padding, _ahead = case
     info = mask_for(n_q, n_k, keys=keys).info
 
     if keys is None or bool(keys.all()):
@@ -112,8 +133,8 @@ def test_mask_for_reads_off_where_the_padding_lies(case):
 
 @given(structures(), st.data())
 def test_the_check_finds_any_single_wrong_place(case, data):
-    n_q, n_k, keys, causal, window, padding = case
-    info = MaskInfo(keys, causal, window, padding)
+    n_q, n_k, keys, causal, window, padding, ahead = case
+    info = MaskInfo(keys, causal, window, padding, ahead)
     wrong = info.dense(n_q, n_k, CPU).clone()
     if wrong.numel() == 0:
         return
@@ -165,8 +186,8 @@ def test_a_rank_three_mask_is_checked_as_per_head():
 
 @given(st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]), structures())
 def test_a_boolean_mask_becomes_additive_without_loss(dtype, case):
-    n_q, n_k, keys, causal, window, _padding = case
-    mask = naive(n_q, n_k, keys, causal, window)
+    n_q, n_k, keys, causal, window, _padding, ahead = case
+    mask = naive(n_q, n_k, keys, causal, window, ahead)
     additive = to_additive(mask, dtype)
 
     assert additive.dtype == dtype
@@ -265,6 +286,39 @@ def test_what_is_derived_in_inference_mode_serves_a_later_backward():
     assert torch.equal(values.grad, torch.tensor([1.0, 1.0, 0.0])[:, None].expand(1, 2, 3, 4))
 
 
+def test_a_bound_ahead_of_none_is_causality_and_beside_causality_it_is_nothing():
+    none, both = MaskInfo(ahead=0), MaskInfo(causal=True, ahead=3)
+
+    assert none.structure(4, 6) == both.structure(4, 6) == Structure(causal=True)
+    for info in (none, both):
+        reduced = info.reduced(info.structure(4, 6))
+        assert (reduced.causal, reduced.ahead) == (True, None)
+    assert none.structure(1, 6).is_open
+    assert torch.equal(none.dense(4, 6, CPU), MaskInfo(causal=True).dense(4, 6, CPU))
+
+
+def test_local_attention_sees_as_far_on_either_side():
+    place = torch.arange(9)
+    near = (place[:, None] - place).abs() <= 2
+
+    assert torch.equal(MaskInfo(window=3, ahead=2).dense(9, 9, CPU)[0, 0], near)
+    check_mask_info(near, MaskInfo(window=3, ahead=2), 9, 9, CPU)
+    with pytest.raises(MaskMismatchError, match=r"mask_info \(window \+ bound ahead\) does not describe"):
+        check_mask_info(near, MaskInfo(window=3, ahead=1), 9, 9, CPU)
+
+
+def test_infos_that_differ_in_the_bound_ahead_alone_are_remembered_apart():
+    assert len({MaskInfo(ahead=each).signature for each in (None, 0, 1, 2)}) == 4
+
+
+def test_an_info_travels_between_processes_with_its_bounds():
+    info = MaskInfo(torch.tensor([[True, False, False]]), window=2, padding="right", ahead=1)
+    copy = pickle.loads(pickle.dumps(info))
+
+    assert torch.equal(copy.dense(3, 3, CPU), info.dense(3, 3, CPU))
+    assert copy.structure(3, 3) == info.structure(3, 3) == Structure("right", window=True, ahead=True)
+
+
 def test_lengths_need_keys():
     with pytest.raises(ValueError, match=r"MaskInfo\.lengths\(\) needs keys"):
         MaskInfo(causal=True).lengths()
@@ -291,6 +345,15 @@ def test_lengths_need_keys():
         ({"window": -3}, "MaskInfo.window is -3; expected an int of at least 1, the number of keys seen, or None."),
         ({"window": True}, "MaskInfo.window is True; expected an int of at least 1, the number of keys seen, or None."),
         ({"window": 2.0}, "MaskInfo.window is 2.0; expected an int of at least 1, the number of keys seen, or None."),
+        ({"ahead": -1}, "MaskInfo.ahead is -1; expected an int of at least 0, the number of later keys seen, or None."),
+        (
+            {"ahead": True},
+            "MaskInfo.ahead is True; expected an int of at least 0, the number of later keys seen, or None.",
+        ),
+        (
+            {"ahead": 2.0},
+            "MaskInfo.ahead is 2.0; expected an int of at least 0, the number of later keys seen, or None.",
+        ),
         (
             {"keys": torch.ones(1, 2, dtype=torch.bool), "padding": "both"},
             "MaskInfo.padding is 'both'; expected 'right', 'left' or None.",
@@ -336,6 +399,9 @@ def test_equal_structures_are_equal_and_hash_alike_and_read_well():
     assert str(Structure()) == "nothing hidden"
     assert str(Structure("left", causal=True, window=True)) == "left-padded keys + bottom-right causal + window"
     assert str(Structure("any")) == "any keys"
+    assert str(Structure(window=True, ahead=True)) == "window + bound ahead"
+    assert Structure(ahead=True) != Structure()
+    assert not Structure(ahead=True).is_open
 
 
 def test_masked_unpacks_into_the_arguments_of_attention():

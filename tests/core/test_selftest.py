@@ -82,6 +82,12 @@ def window_off_by_one(q, k, v, *, mask, mask_info, **given):
     return right(q, k, v, mask=mask, mask_info=mask_info, **given)
 
 
+def bound_ahead_off_by_one(q, k, v, *, mask, mask_info, **given):
+    if mask_info is not None and mask_info.ahead is not None:
+        mask_info = attrs.evolve(mask_info, ahead=mask_info.ahead + 1)
+    return right(q, k, v, mask=mask, mask_info=mask_info, **given)
+
+
 def wrong_past_64_keys(q, k, v, **given):
     out = right(q, k, v, **given)
     return out * 1.01 if k.shape[-2] % 64 == 1 else out
@@ -152,6 +158,7 @@ LIARS = [
     (takes_left_for_right_padding, "keys=left", "off by"),
     (ignores_gaps, "keys=any", "off by"),
     (window_off_by_one, "window=20", "off by"),
+    (bound_ahead_off_by_one, "ahead=10", "off by"),
     (wrong_past_64_keys, "lengths 65x65", "off by"),
     (wrong_with_more_queries, "lengths 128x65", "off by"),
     (tiles_shared_heads, "gqa", "off by"),
@@ -296,6 +303,7 @@ def test_a_case_describes_what_it_is_called():
     case = selftest.Case(torch.float16, 1, 77, 64, 64, gqa=True, structure=("left", True, None))
 
     assert str(case) == "float16, lengths 1x77, gqa, structure keys=left causal=True window=None"
+    assert str(attrs.evolve(case, ahead=3)).endswith("structure keys=left causal=True window=None ahead=3")
     assert str(attrs.evolve(case, structure=None, mask="bool")) == "float16, lengths 1x77, gqa, bool mask"
     assert describe(*qkv())[0].structure is None
 

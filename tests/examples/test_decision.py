@@ -18,6 +18,7 @@ from torch import nn
 
 import fuseboard as fb
 from fuseboard.engine.freeze import freeze
+from fuseboard.masks import check_mask_info
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "decision"))
 
@@ -384,15 +385,39 @@ def test_the_structure_is_told_where_there_is_one(tiny):
 
     assert long[FULL].info is not None
     assert long[FULL].info.padding == "right"
-    assert long[SLIDING].info is None  # MaskInfo has no word for a symmetric window
+    assert (long[SLIDING].info.window, long[SLIDING].info.ahead, long[SLIDING].info.padding) == (17, 16, "right")
+    for each in long.values():
+        check_mask_info(each.mask, each.info, 112, 112, torch.device("cpu"))
     assert short[SLIDING] is short[FULL]  # no token is further away than the window reaches
     assert short[FULL].info is not None
     assert short[FULL].info.padding is None
     assert none[FULL] == Given()
     assert none[SLIDING].mask is not None
+    assert (none[SLIDING].info.keys, none[SLIDING].info.ahead) == (None, 16)
+    encoder.structures = False
+    try:
+        told = encoder.given(112, batch.attention_mask, torch.device("cpu"), right=True)
+    finally:
+        encoder.structures = True
+    assert (told[FULL].info, told[SLIDING].info) == (None, None)
     seen = none[SLIDING].mask[0, 0].nonzero()
     assert int((seen[:, 0] - seen[:, 1]).abs().max()) == 16
     assert len(seen) == 112 * 33 - 16 * 17
+
+
+def test_a_kernel_of_structures_answers_every_layer():
+    package = pytest.importorskip("fuseboard_tilelang._package", reason="this plugin's kernel takes no dense mask")
+    problem = package.cpu_problem()
+    if problem is not None:
+        pytest.skip(problem)
+    model = weights.random_model(EncoderConfig.of({**SMALL, "hidden_size": 128, "num_attention_heads": 2}))
+    model.right = True
+    for batch in (batch_of(100, 41), batch_of(112), batch_of(9, 7)):
+        run = fb.Run()
+        with torch.no_grad(), fb.bind(fb.policy_for("tilelang", True), run=run):
+            got = model(*batch)
+        assert run.report()["attention"]["used"] == {"tilelang": 3}
+        torch.testing.assert_close(got, model(*batch), atol=2e-5, rtol=1e-4)
 
 
 def test_with_masks_checked_and_calls_counted_the_result_is_the_same(tiny, tmp_path):

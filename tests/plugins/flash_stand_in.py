@@ -91,8 +91,8 @@ def _given(
 
 
 def _bounds(window: tuple[int, int], n_k: int) -> tuple[int | None, int | None]:
-    """-1 is open; the open side of a window becomes the longest row of keys, as in FlashAttention 2."""
-    left, right = (int(each) for each in window)
+    """-1, or a bound as long as the keys, is open; if the other is not, the longest row is taken: FlashAttention 2."""
+    left, right = (-1 if int(each) >= n_k else int(each) for each in window)
     if left < 0 and right < 0:
         return None, None
     return (n_k if left < 0 else left), (n_k if right < 0 else right)

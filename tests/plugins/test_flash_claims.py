@@ -125,21 +125,23 @@ def keys_of(kind: str, n_k: int) -> Tensor | None:
     }[kind]  # fmt: skip
 
 
-def info_of(kind: str, n_k: int, causal: bool = False, window: int | None = None) -> fb.MaskInfo:
-    return fb.MaskInfo(keys_of(kind, n_k), causal, window, kind if kind in ("right", "left") else None)
+def info_of(
+    kind: str, n_k: int, causal: bool = False, window: int | None = None, ahead: int | None = None
+) -> fb.MaskInfo:
+    return fb.MaskInfo(keys_of(kind, n_k), causal, window, kind if kind in ("right", "left") else None, ahead)
 
 
 def admitted(name: str, info: fb.MaskInfo, n_q: int, n_k: int, *, grad: bool) -> bool:
     """By the words of the README."""
     structure = info.structure(n_q, n_k)
-    keys, causal, window = structure.keys, structure.causal, structure.window
-    if window and not causal and n_q > n_k and name != "flash4":
+    keys, causal, bounded = structure.keys, structure.causal, structure.window or structure.ahead
+    if bounded and not causal and n_q > n_k and name != "flash4":
         return False
     if keys == "right":
-        return not window and (not causal or name != "flash4")
+        return not bounded and (not causal or name != "flash4")
     if keys == "any":
-        return not window and not causal and name != "flash4"
-    return not (keys == "left" and window and not causal and name == "flash3")
+        return not bounded and not causal and name != "flash4"
+    return not (keys == "left" and bounded and not causal and name == "flash3")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -156,17 +158,32 @@ def test_the_self_test_passes_against_the_stand_in(name: str, boards: dict[str, 
 def test_every_structure_is_right_or_refused_as_the_readme_says(
     name: str, kind: str, causal: bool, window: int | None, lengths: tuple[int, int], grad: bool, boards
 ) -> None:
+    is_right_or_refused(boards[name], name, info_of(kind, lengths[1], causal, window), lengths, grad)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("lengths", [(37, 37), (20, 37), (37, 10)])
+@pytest.mark.parametrize("bounds", [(None, 0), (None, 4), (9, 4), (1, 30), (36, 18)], ids=str)
+@pytest.mark.parametrize("kind", ["none", "right", "left", "any"])
+@pytest.mark.parametrize("name", [*NAMES, "flash 2.6.0"])
+def test_every_bound_ahead_is_right_or_refused_as_the_readme_says(
+    name: str, kind: str, bounds: tuple[int | None, int], lengths: tuple[int, int], grad: bool, boards
+) -> None:
+    window, ahead = bounds
+    is_right_or_refused(boards[name], name, info_of(kind, lengths[1], False, window, ahead), lengths, grad)
+
+
+def is_right_or_refused(board: Board, name: str, info: fb.MaskInfo, lengths: tuple[int, int], grad: bool) -> None:
     n_q, n_k = lengths
     q, k, v = qkv(n_q, n_k, grad=grad)
-    info = info_of(kind, n_k, causal, window)
     if not admitted(name, info, n_q, n_k, grad=grad):
-        assert {each.rule for each in boards[name].refused(q, k, v, mask_info=info)} == {"mask"}
+        assert {each.rule for each in board.refused(q, k, v, mask_info=info)} == {"mask"}
         return
     given = (q, k, v)
     if info.keys is not None:  # a real key is all that may be read
         hidden = ~info.keys[:, None, :, None]
         given = (q, *(each.detach().masked_fill(hidden, torch.nan).requires_grad_(grad) for each in (k, v)))
-    out = boards[name](*given, mask_info=info)
+    out = board(*given, mask_info=info)
     exact = [each.detach().double().requires_grad_(grad) for each in (q, k, v)]
     want = attention_fp64(*exact, mask_info=info)
 

@@ -422,10 +422,26 @@ def test_the_backend_answers_to_its_name_and_is_no_part_of_fast() -> None:
 @pytest.mark.parametrize("window", [None, 1, 7])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
-def test_the_backend_takes_structures_as_they_are_meant(window: int | None, causal: bool, padded: bool) -> None:
+@pytest.mark.parametrize("ahead", [None, 0, 1, 8])
+def test_the_backend_takes_structures_as_they_are_meant(
+    window: int | None, causal: bool, padded: bool, ahead: int | None
+) -> None:
     q, k = torch.randn(2, 4, 20, 64), torch.randn(2, 2, 33, 64)
     keys = torch.arange(33) < torch.tensor([[33], [9]]) if padded else None
-    info = fb.MaskInfo(keys, causal, window, "right" if padded else None)
+    info = fb.MaskInfo(keys, causal, window, "right" if padded else None, ahead)
+    with fb.bind(fb.policy_for("tilelang", True)):
+        out = fb.attention(q, k, k, site=SITE, enable_gqa=True, mask_info=info)
+
+    assert apart(out, attention_fp64(q, k, k, mask_info=info)) < CLOSE
+
+
+@pytest.mark.parametrize("lengths", [(130, 130), (40, 104), (104, 40), (2, 300)])
+@pytest.mark.parametrize("bounds", [(None, 0), (None, 7), (65, 64), (1, 90)], ids=str)
+def test_the_backend_takes_local_attention_at_all_lengths(
+    lengths: tuple[int, int], bounds: tuple[int | None, int]
+) -> None:
+    q, k = torch.randn(2, 4, lengths[0], 64), torch.randn(2, 2, lengths[1], 64)
+    info = fb.MaskInfo(window=bounds[0], ahead=bounds[1])
     with fb.bind(fb.policy_for("tilelang", True)):
         out = fb.attention(q, k, k, site=SITE, enable_gqa=True, mask_info=info)
 

@@ -157,12 +157,26 @@ def test_bottom_right_causality_and_windows_are_right(
     assert right(*qkv(*lengths, kv_heads=kv_heads, dtype=dtype), mask_info=info_of("none", lengths[1], causal, window))
 
 
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("bounds", [(None, 0), (None, 3), (7, 3), (1, 25), (49, 40)], ids=str)
+@pytest.mark.parametrize("dtype", [HALF, FLOAT])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_bounds_ahead_are_right(
+    lengths: tuple[int, int], bounds: tuple[int | None, int], dtype: torch.dtype, kv_heads: int
+) -> None:
+    info = fb.MaskInfo(window=bounds[0], ahead=bounds[1])
+    assert right(*qkv(*lengths, kv_heads=kv_heads, dtype=dtype), mask_info=info)
+
+
 @pytest.mark.parametrize(
     ("info", "dtype", "operator", "bias"),
     [
         (fb.MaskInfo(causal=True), HALF, "fa2F", "LowerTriangularFromBottomRightMask"),
         (fb.MaskInfo(causal=True, window=7), HALF, "fa2F", "LowerTriangularFromBottomRightLocalAttentionMask"),
         (fb.MaskInfo(window=7), HALF, "fa2F", "LocalAttentionFromBottomRightMask"),
+        (fb.MaskInfo(window=7, ahead=6), HALF, "fa2F", "LocalAttentionFromBottomRightMask"),
+        (fb.MaskInfo(ahead=6), HALF, "fa2F", "LocalAttentionFromBottomRightMask"),
+        (fb.MaskInfo(ahead=0), HALF, "fa2F", "LowerTriangularFromBottomRightMask"),
         (fb.MaskInfo(keys_of("right", 50), padding="right"), HALF, "fa2F", "BlockDiagonalPaddedKeysMask"),
         (fb.MaskInfo(keys_of("left", 50), padding="left"), HALF, "fa2F", "BlockDiagonalGappyKeysMask"),
         (fb.MaskInfo(keys_of("left", 50), causal=True, padding="left"), HALF, "cutlassF-pt", "Tensor"),
@@ -263,6 +277,8 @@ def test_dense_masks_of_any_shape_are_laid_out(dtype: torch.dtype, shape: tuple[
         ({"mask_info": fb.MaskInfo(causal=True)}, 2, HALF),
         ({"mask_info": fb.MaskInfo(causal=True, window=7)}, 4, HALF),
         ({"mask_info": fb.MaskInfo(window=7)}, 2, HALF),
+        ({"mask_info": fb.MaskInfo(window=7, ahead=4)}, 2, HALF),
+        ({"mask_info": fb.MaskInfo(ahead=4)}, 4, HALF),
         ({"mask_info": info_of("left", 50)}, 4, HALF),
         ({"mask": draw(20, 50, dtype=HALF)}, 2, HALF),
     ],

@@ -33,6 +33,8 @@ REASONS = {
 }
 RARE = {
     "takes_low_numbers_for_hidden": ("wrong", "low numbers for -inf", ".huge"),
+    "ignores_the_bound_ahead": ("dropped argument", "mask_info.ahead", "ahead"),
+    "sees_one_key_further_ahead": ("wrong", "", "ahead"),
     "ignores_strides": ("wrong", "shared inputs", "-shared"),
 }
 """With a word of the cases that tell."""

@@ -139,6 +139,7 @@ class StructureRule:
         keys: Where real keys may lie; `none` when all must be real.
         causal: The values of bottom-right causality it takes.
         window: Whether it takes a window, or none, or either.
+        ahead: Likewise a bound ahead. Where a structure has one it is not causal.
         lengths: The relations of q_length to k_length at which it is right.
         backward: Whether a gradient may be asked for.
     """
@@ -148,6 +149,7 @@ class StructureRule:
     )
     causal: frozenset[bool] = attrs.field(default=frozenset({False, True}), converter=_set)
     window: frozenset[bool] = attrs.field(default=frozenset({False}), converter=_set)
+    ahead: frozenset[bool] = attrs.field(default=frozenset({False}), converter=_set)
     lengths: frozenset[Lengths] = attrs.field(default=ALL_LENGTHS, converter=_set, validator=_among(*ALL_LENGTHS))
     backward: bool = True
 
@@ -159,6 +161,7 @@ class StructureRule:
             and wanted.keys in self.keys
             and wanted.causal in self.causal
             and wanted.window in self.window
+            and wanted.ahead in self.ahead
             and call.lengths in self.lengths
             and (self.backward or not call.grad)
         )
@@ -169,6 +172,7 @@ class StructureRule:
         ]
         parts.append({(True,): "causal", (False, True): "causal or not"}.get(tuple(sorted(self.causal)), ""))
         parts.append({(True,): "window", (False, True): "window or not"}.get(tuple(sorted(self.window)), ""))
+        parts.append({(True,): "bound ahead", (False, True): "bound ahead or not"}.get(tuple(sorted(self.ahead)), ""))
         parts.append(
             ""
             if self.lengths == ALL_LENGTHS

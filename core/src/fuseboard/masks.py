@@ -1,7 +1,7 @@
 """The structure behind a mask, and lossless ways from one form of mask to another.
 
-Fused kernels take structure (lengths, causal, window), not dense masks. An engine that builds its mask from a structure
-says so with `MaskInfo`; `mask_for` builds both from one description, so that they cannot disagree.
+Fused kernels take structure (lengths, causal, windows), not dense masks. An engine that builds its mask from a
+structure says so with `MaskInfo`; `mask_for` builds both from one description, so that they cannot disagree.
 
 Alignment, once and for all. With `n_q` queries and `n_k` keys:
 
@@ -45,23 +45,26 @@ class Structure:
     """What a `MaskInfo` asks of a kernel at given lengths, without its tensor: part of a `Call`, so hashable.
 
     Parts that hide nothing at these lengths are already gone: one query is never held back by bottom-right causality,
-    nor by a window at least as long as the keys.
+    nor by a window at least as long as the keys. A bound ahead of 0 is causality and named so; beside causality, or for
+    so few queries that none is kept from a key, a bound ahead is gone. So `causal` and `ahead` are never both True.
 
     Attributes:
         keys: `none` when all keys are real, else how the real ones lie: in one run from the first key (`right`
             padding), in one run up to the last (`left` padding), or `any`.
         causal: Bottom-right causality.
         window: A left bound on what a query sees.
+        ahead: A right bound that is not causality.
     """
 
     keys: Keys = "none"
     causal: bool = False
     window: bool = False
+    ahead: bool = False
 
     @property
     def is_open(self) -> bool:
         """Whether nothing is hidden at all."""
-        return self.keys == "none" and not self.causal and not self.window
+        return self.keys == "none" and not self.causal and not self.window and not self.ahead
 
     def __str__(self) -> str:
         parts = (
@@ -69,6 +72,7 @@ class Structure:
         )
         parts += ["bottom-right causal"] if self.causal else []
         parts += ["window"] if self.window else []
+        parts += ["bound ahead"] if self.ahead else []
         return " + ".join(parts) or "nothing hidden"
 
 
@@ -86,6 +90,14 @@ def _valid_window(_instance: object, _attribute: object, window: int | None) -> 
         return
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
         msg = f"MaskInfo.window is {window!r}; expected an int of at least 1, the number of keys seen, or None."
+        raise InputError("mask_info", msg)
+
+
+def _valid_ahead(_instance: object, _attribute: object, ahead: int | None) -> None:
+    if ahead is None:
+        return
+    if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
+        msg = f"MaskInfo.ahead is {ahead!r}; expected an int of at least 0, the number of later keys seen, or None."
         raise InputError("mask_info", msg)
 
 
@@ -114,6 +126,9 @@ class MaskInfo:
             of keys seen, the query's own included.
         padding: `right` or `left` when each row's real keys are one run that starts at the first or ends at the last
             key; None when they may lie anywhere.
+        ahead: Query `i` sees key `j` when `j <= i + n_k - n_q + ahead`; at least 0, which is what `causal` says. Beside
+            `causal` it hides nothing more. An encoder's local attention, `abs(i - j) <= reach`, is
+            `window=reach + 1, ahead=reach`.
 
     Raises:
         InputError: (a `ValueError`) A field means nothing.
@@ -123,42 +138,49 @@ class MaskInfo:
     causal: bool = attrs.field(default=False, validator=attrs.validators.instance_of(bool))
     window: int | None = attrs.field(default=None, validator=_valid_window)
     padding: Padding | None = attrs.field(default=None, validator=_valid_padding)
+    ahead: int | None = attrs.field(default=None, validator=_valid_ahead)
     # What stands for this object where selections are remembered: everything but the keys' values.
     signature: tuple[object, ...] = attrs.field(init=False, repr=False)
     _derived: dict[Hashable, Any] = attrs.field(init=False, factory=dict, repr=False)
 
     def __attrs_post_init__(self) -> None:
         keys = None if self.keys is None else (self.keys.shape, self.keys.device)
-        object.__setattr__(self, "signature", (keys, self.causal, self.window, self.padding))
+        object.__setattr__(self, "signature", (keys, self.causal, self.window, self.padding, self.ahead))
 
     def structure(self, q_length: int, k_length: int) -> Structure:
         """What remains to be asked of a kernel at these lengths."""
+        causal = self.causal or self.ahead == 0
         return Structure(
             keys="none" if self.keys is None else (self.padding or "any"),
-            causal=self.causal and q_length > 1,
+            causal=causal and q_length > 1,
             window=self.window is not None and self.window < k_length,
+            ahead=not causal and self.ahead is not None and self.ahead < q_length - 1,
         )
 
     def reduced(self, structure: Structure) -> MaskInfo:
         """This info with only the parts that `structure` still names; the same object each time."""
-        if self.causal == structure.causal and (self.window is not None) == structure.window:
+        bounds = (self.window is not None, self.ahead is not None)
+        if self.causal == structure.causal and bounds == (structure.window, structure.ahead):
             return self
         found: MaskInfo | None = self._derived.get(structure)
         if found is None:
-            window = self.window if structure.window else None
-            found = self._derived.setdefault(structure, attrs.evolve(self, causal=structure.causal, window=window))
+            window, ahead = self.window if structure.window else None, self.ahead if structure.ahead else None
+            made = attrs.evolve(self, causal=structure.causal, window=window, ahead=ahead)
+            found = self._derived.setdefault(structure, made)
         return found
 
     def dense(self, q_length: int, k_length: int, device: torch.device) -> Tensor:
         """The boolean mask this describes, True = attend: `(batch or 1, 1, q_length, k_length)`."""
         mask = torch.ones(1, 1, q_length, k_length, dtype=torch.bool, device=device)
-        if self.causal or self.window is not None:
+        if self.causal or self.window is not None or self.ahead is not None:
             last = torch.arange(q_length, device=device)[:, None] + (k_length - q_length)
             key = torch.arange(k_length, device=device)[None, :]
             if self.causal:
                 mask = mask & (key <= last)
             if self.window is not None:
                 mask = mask & (key > last - self.window)
+            if self.ahead is not None:
+                mask = mask & (key <= last + self.ahead)
         if self.keys is not None:
             mask = mask & self.keys[:, None, None, :]
         return mask
@@ -213,6 +235,7 @@ def mask_for(
     keys: Tensor | None = None,
     causal: bool = False,
     window: int | None = None,
+    ahead: int | None = None,
     padding: Padding | None = None,
     padded: bool | None = None,
     dtype: torch.dtype = torch.bool,
@@ -226,6 +249,7 @@ def mask_for(
         keys: Bool `(batch, k_length)`, True for a real key.
         causal: Bottom-right causality (see the module's text).
         window: How far back a query sees; at least 1.
+        ahead: How many keys beyond its own a query sees; at least 0, which is causality.
         padding: Where the padding of `keys` lies. Left out, it is read off `keys`, which waits for the device once.
         padded: Whether any key is padding: False drops `keys`, True keeps them, None asks the device, which waits for
             it.
@@ -247,7 +271,7 @@ def mask_for(
         elif padding is None:
             found = _padding_of(keys)
             padding = "right" if found == "both" else found
-    info = MaskInfo(keys, causal, window, padding)
+    info = MaskInfo(keys, causal, window, padding, ahead)
     if info.structure(q_length, k_length).is_open:
         return Masked(None, info)
     where = torch.device(device) if device is not None else (keys.device if keys is not None else torch.device("cpu"))

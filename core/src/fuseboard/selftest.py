@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import attrs
 import torch
@@ -47,6 +48,7 @@ class Case:
         causal: The top-left flag.
         mask: `none`, `bool` or `additive`.
         structure: A structure given in place of a mask: which, or None.
+        ahead: The structure's bound ahead.
         scale: None for the default.
         backward: Gradients are checked too.
         mask_grad: Also that of an additive mask.
@@ -61,6 +63,7 @@ class Case:
     causal: bool = False
     mask: str = "none"
     structure: tuple[str, bool, int | None] | None = None
+    ahead: int | None = None
     scale: float | None = None
     backward: bool = False
     mask_grad: bool = False
@@ -71,7 +74,8 @@ class Case:
         parts += [f"{self.mask} mask"] if self.mask != "none" else []
         if self.structure is not None:
             keys, causal, window = self.structure
-            parts.append(f"structure keys={keys} causal={causal} window={window}")
+            ahead = "" if self.ahead is None else f" ahead={self.ahead}"
+            parts.append(f"structure keys={keys} causal={causal} window={window}{ahead}")
         return ", ".join(parts)
 
 
@@ -160,6 +164,8 @@ def _crossed(plain: Case, shared: Case, limits: Constraints) -> Iterator[Case]:
     for keys, causal, window in itertools.product(("none", "right", "left", "any"), (False, True), (None, 20)):
         if (keys, causal, window) != ("none", False, None):
             yield attrs.evolve(plain, structure=(keys, causal, window))
+        if not causal and (window is not None or keys == "none"):
+            yield attrs.evolve(plain, structure=(keys, causal, window), ahead=10)
     if plain.q_length not in (1, 64):
         yield attrs.evolve(shared, backward=True)
         yield attrs.evolve(plain, backward=True, causal=True)
@@ -256,7 +262,8 @@ def _tensors(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor, 
     info = None
     if case.structure is not None:
         keys, causal, window = case.structure
-        info = MaskInfo(_keys(keys, case.k_length, device), causal, window, keys if keys in ("right", "left") else None)  # type: ignore[arg-type]
+        padding: Any = keys if keys in ("right", "left") else None
+        info = MaskInfo(_keys(keys, case.k_length, device), causal, window, padding, case.ahead)
     return q, k, v, mask, info
 
 

@@ -1,15 +1,15 @@
 """A ModernBERT encoder on the board: on the CPU, with nothing bound, transformers' sdpa result bit for bit.
 
-Two sites, one for global and one for local attention. Padding is given as a structure as well as in the dense mask. A
-local window is symmetric, which `MaskInfo` has no word for (its window bounds the past alone), so local attention is
-given the dense mask only, but where the sequence is so short that the window hides nothing.
+Two sites, one for global and one for local attention. Padding and the local window are given as a structure as well as
+in the dense mask. Where the sequence is so short that the window hides nothing, local attention is given what global
+attention is.
 
 Inference: dropout is computed as transformers does, but weights ask for no gradient until somebody says so.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -210,15 +210,17 @@ class Encoder(nn.Module):
         keys = None if attention_mask is None else attention_mask.to(device=device, dtype=torch.bool)
         if keys is not None and not tracing and device.type == "cpu" and bool(keys.all()):
             keys = None
+        told, reach = self.structures and not tracing, self.config.reach
+        padding: Literal["right"] | None = "right" if right and keys is not None else None
         whole = Given()
         if keys is not None:
-            info = fb.MaskInfo(keys, padding="right" if right else None) if self.structures and not tracing else None
-            whole = Given(keys[:, None, None, :], info)
-        if not tracing and length <= self.config.reach + 1:
+            whole = Given(keys[:, None, None, :], fb.MaskInfo(keys, padding=padding) if told else None)
+        if not tracing and length <= reach + 1:
             return {FULL: whole, SLIDING: whole}
         place = torch.arange(length, device=device)
-        near = ((place[:, None] - place[None, :]).abs() <= self.config.reach)[None, None]
-        return {FULL: whole, SLIDING: Given(near if whole.mask is None else near & whole.mask)}
+        near = ((place[:, None] - place[None, :]).abs() <= reach)[None, None]
+        info = fb.MaskInfo(keys, window=reach + 1, ahead=reach, padding=padding) if told else None
+        return {FULL: whole, SLIDING: Given(near if whole.mask is None else near & whole.mask, info)}
 
 
 def linear(wide: int, to: int, *, bias: bool) -> nn.Linear:

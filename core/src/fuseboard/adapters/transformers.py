@@ -588,11 +588,12 @@ def _structure(given: dict[str, Any], q_length: int, k_length: int, padding: Pad
     offset = given.get("kv_offset", 0)
     if parts is None or not isinstance(offset, int):
         return None
-    if parts != (False, None) and _first_query(given, q_length) != k_length - q_length + offset:
+    if parts != _Bounds() and _first_query(given, q_length) != k_length - q_length + offset:
         return None  # not aligned bottom-right, such as a static cache that is not full
     real = given.get("attention_mask")
+    causal, window, ahead = parts
     if real is None:
-        return MaskInfo(None, *parts)
+        return MaskInfo(None, causal, window, ahead=ahead)
     plain = isinstance(real, Tensor) and real.dtype == torch.bool and real.dim() == 2  # noqa: PLR2004
     if not plain or real.shape[0] != given.get("batch_size"):
         return None
@@ -601,8 +602,9 @@ def _structure(given: dict[str, Any], q_length: int, k_length: int, padding: Pad
     real = real[:, offset : offset + k_length]
     keys[:, : real.shape[1]] = real
     if keys.device.type != "cpu":
-        return MaskInfo(keys, *parts, None if padding is None else _held_to(padding, keys))
-    return mask_for(0, k_length, keys=keys, causal=parts[0], window=parts[1]).info  # reads where the padding lies
+        return MaskInfo(keys, causal, window, None if padding is None else _held_to(padding, keys), ahead)
+    # Reads where the padding lies.
+    return mask_for(0, k_length, keys=keys, causal=causal, window=window, ahead=ahead).info
 
 
 def _held_to(padding: Padding, keys: Tensor) -> Padding:
@@ -632,9 +634,26 @@ def _cells(function: Callable[..., Any]) -> dict[str, Any]:
     }
 
 
+class _Bounds(NamedTuple):
+    """What a mask function hides, as `MaskInfo` says it."""
+
+    causal: bool = False
+    window: int | None = None
+    ahead: int | None = None
+
+
+class _Functions(NamedTuple):
+    """The code of transformers' functions: "both of", a window, one on either side, no limit; None where unknown."""
+
+    both: CodeType | None = None
+    window: CodeType | None = None
+    around: CodeType | None = None
+    nowhere: CodeType | None = None
+
+
 @functools.cache
-def _known_functions() -> tuple[CodeType | None, CodeType | None, CodeType | None]:
-    """The code of transformers' functions for "both of", a window and no limit, where they mean what we take them for.
+def _known_functions() -> _Functions:
+    """Transformers' functions where they mean what we take them for.
 
     They are held against `MaskInfo` on a few positions, so that a transformers that changes them is not misread.
     """
@@ -647,7 +666,7 @@ def _known_functions() -> tuple[CodeType | None, CodeType | None, CodeType | Non
         seen = torch.as_tensor(function(nothing, nothing, row, column)).expand(6, 6)
         return torch.equal(seen, info.dense(6, 6, row.device)[0, 0])
 
-    both = window = nowhere = None
+    both = window = around = nowhere = None
     sliding = sliding_window_causal_mask_function(2)
     if means(causal_mask_function, MaskInfo(causal=True)) and means(sliding, MaskInfo(causal=True, window=2)):
         inner = _cells(sliding).get("mask_functions", ())
@@ -655,29 +674,39 @@ def _known_functions() -> tuple[CodeType | None, CodeType | None, CodeType | Non
             overlay = inner[0] if inner[1] is causal_mask_function else inner[1]
             if _cells(overlay) == {"sliding_window": 2}:
                 both, window = sliding.__code__, overlay.__code__
+    local = getattr(masking_utils, "sliding_window_bidirectional_overlay", None)
+    if local is not None and means(local(2), MaskInfo(window=3, ahead=2)) and _cells(local(2)) == {"sliding_window": 2}:
+        around = local(2).__code__
     free = getattr(masking_utils, "bidirectional_mask_function", None)
     if free is not None and means(free, MaskInfo()):
         nowhere = free.__code__
-    return both, window, nowhere
+    return _Functions(both, window, around, nowhere)
 
 
-def _parts(function: Any) -> tuple[bool, int | None] | None:
-    """Causality and window of a mask function that is made of transformers' own alone; None for any other."""
-    both, window, nowhere = _known_functions()
+def _parts(function: Any) -> _Bounds | None:
+    """The bounds of a mask function that is made of transformers' own alone; None for any other."""
+    known = _known_functions()
     code = getattr(function, "__code__", None)
-    found: tuple[bool, int | None] | None = None
+    found: _Bounds | None = None
     if function is causal_mask_function:
-        found = True, None
+        found = _Bounds(causal=True)
     elif code is None:
         found = None
-    elif code is nowhere:
-        found = False, None
-    elif code is window:
+    elif code is known.nowhere:
+        found = _Bounds()
+    elif code is known.window:
         width = _cells(function)["sliding_window"]
-        found = (False, width) if isinstance(width, int) and width > 0 else None
-    elif code is both:
+        found = _Bounds(window=width) if isinstance(width, int) and width > 0 else None
+    elif code is known.around:
+        reach = _cells(function)["sliding_window"]
+        found = _Bounds(window=reach + 1, ahead=reach) if isinstance(reach, int) and reach >= 0 else None
+    elif code is known.both:
         parts = [_parts(each) for each in _cells(function)["mask_functions"]]
-        known = [each for each in parts if each is not None]
-        if len(known) == len(parts):
-            found = any(causal for causal, _ in known), min((w for _, w in known if w is not None), default=None)
+        bounds = [each for each in parts if each is not None]
+        if len(bounds) == len(parts):
+            found = _Bounds(
+                any(each.causal for each in bounds),
+                min((each.window for each in bounds if each.window is not None), default=None),
+                min((each.ahead for each in bounds if each.ahead is not None), default=None),
+            )
     return found

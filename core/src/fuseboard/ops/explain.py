@@ -84,6 +84,7 @@ def _parser() -> Parser:
     add("--scale", type=float, metavar="X", help="of the scores (1/sqrt(head dim))")
     add("--mask", choices=("bool", "float"), help="a dense mask; with a structure, the structure's")
     add("--window", type=_positive, metavar="N", help="structure: how many keys back a query sees")
+    add("--ahead", type=_count, metavar="N", help="structure: how many keys beyond its own a query sees")
     add("--bottom-right", action="store_true", help="structure: causal, aligned bottom-right, as with a key cache")
     add("--padding", choices=("left", "right"), help="structure: on which side rows are padded")
     add("--dropout", type=_probability, default=0.0, metavar="P", help="probability of dropping a weight")
@@ -105,6 +106,13 @@ def _shape(text: str) -> tuple[int, ...]:
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         msg = f"{text!r} is not a number of at least 1"
+        raise argparse.ArgumentTypeError(msg)
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        msg = f"{text!r} is not a number of at least 0"
         raise argparse.ArgumentTypeError(msg)
     return int(text)
 
@@ -225,7 +233,7 @@ def _tensors(args: argparse.Namespace, device: Any, dtype: Any) -> tuple[list[An
         "dropout_p": args.dropout,
     }
     mask_dtype = torch.bool if args.mask == "bool" else dtype
-    if args.window or args.bottom_right or args.padding:
+    if args.window or args.ahead is not None or args.bottom_right or args.padding:
         keys = None
         if args.padding:
             # The first row is whole and the others are half as long, as a batch is padded to its longest; a batch of
@@ -235,8 +243,8 @@ def _tensors(args: argparse.Namespace, device: Any, dtype: Any) -> tuple[list[An
             at = torch.arange(k_length, device=device)
             keys = at < real if args.padding == "right" else at >= k_length - real
         masked = mask_for(
-            q_length, k_length, keys=keys, causal=args.bottom_right, window=args.window, padding=args.padding,
-            padded=True if args.padding else None, dtype=mask_dtype, device=device,
+            q_length, k_length, keys=keys, causal=args.bottom_right, window=args.window, ahead=args.ahead,
+            padding=args.padding, padded=True if args.padding else None, dtype=mask_dtype, device=device,
         )  # fmt: skip
         arguments |= masked.arguments() if args.mask else {"mask_info": masked.info}
     elif args.mask == "bool":

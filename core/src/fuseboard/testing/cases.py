@@ -23,7 +23,7 @@ from fuseboard.testing.models import MODELS
 __all__ = ["HUGE", "Case", "DenseMask", "Inputs", "base_dim", "cases", "few", "other_keys"]
 
 BATCH, HEADS, SHARED = 2, 4, 2
-WINDOW = 9
+WINDOW, AHEAD = 9, 5
 
 CROSSED = ((33, 33), (33, 65), (65, 33))
 LENGTHS = (
@@ -39,6 +39,8 @@ STRUCTURES = [
     for each in itertools.product(("none", "right", "left", "any"), (False, True), (None, WINDOW))
     if each != ("none", False, None)
 ]
+LOCAL: dict[str, Any] = {"structure": ("none", False, WINDOW), "ahead": AHEAD}
+"""An encoder's local attention: the one structure with a bound ahead that every dtype is asked for."""
 
 HUGE = -1e30
 """What engines add to hide a key where they avoid -inf; float16 has no such number."""
@@ -116,6 +118,7 @@ class Case:
         causal: The top-left flag.
         mask: The dense mask.
         structure: `(keys, causal, window)` of a `MaskInfo`; `keys` with a 0 behind has a row without any real key.
+        ahead: The structure's bound ahead.
         beside: The kind of dense mask given beside the structure and saying the same; empty for none.
         scale: None for the default.
         layout: How q, k and v lie in memory; see `_laid_out`. Besides: `expanded`, all rows are one; `shared`, all rows
@@ -136,6 +139,7 @@ class Case:
     causal: bool = False
     mask: DenseMask | None = None
     structure: tuple[str, bool, int | None] | None = None
+    ahead: int | None = None
     beside: str = ""
     scale: float | None = None
     layout: str = "packed"
@@ -157,6 +161,7 @@ class Case:
                 [f"{keys}-keys"] * (keys != "none")
                 + ["bottom-right"] * causal
                 + [f"window{window}"] * (window is not None)
+                + [f"ahead{self.ahead}"] * (self.ahead is not None)
             )
             parts.append("+".join(shown))
         parts += [f"beside-{self.beside}"] if self.beside else []
@@ -170,7 +175,9 @@ class Case:
         """The matrix's row: what is hidden, and how that is said."""
         if self.structure is not None:
             keys, causal, window = self.structure
-            return f"mask_info: {Structure(keys.rstrip('0'), causal, window is not None)}"  # type: ignore[arg-type]
+            bound = bool(self.ahead) and not causal  # one of 0 is causality
+            structure = Structure(keys.rstrip("0"), causal or self.ahead == 0, window is not None, bound)  # type: ignore[arg-type]
+            return f"mask_info: {structure}"
         if self.mask is None:
             return "causal flag" if self.causal else "no mask"
         kind = "bool" if self.mask.kind == "bool" else "additive"
@@ -201,7 +208,7 @@ class Case:
         if self.structure is not None:
             keys, causal, window = self.structure
             padding: Any = keys.rstrip("0") if keys.rstrip("0") in ("right", "left") else None
-            info = MaskInfo(_keys(keys, self.batch, self.k_length, device), causal, window, padding)
+            info = MaskInfo(_keys(keys, self.batch, self.k_length, device), causal, window, padding, self.ahead)
             if draw_number and info.keys is not None:
                 info = attrs.evolve(info, keys=other_keys(info))
             if self.beside:
@@ -314,7 +321,7 @@ def few(limits: Constraints, device: torch.device) -> list[Case]:
         attrs.evolve(plain, **more)
         for more in (
             {}, {"kv_heads": SHARED}, {"mask": bool_mask}, {"mask": additive}, {"structure": ("none", True, None)},
-            {"structure": ("none", True, WINDOW)}, {"structure": ("right", False, None)},
+            {"structure": ("none", True, WINDOW)}, LOCAL, {"structure": ("right", False, None)},
             {"structure": ("right", True, None)}, {"structure": ("left", True, None)},
             {"structure": ("any", False, None)}, {"grad": "qkv"}, {"grad": "qkv", "kv_heads": SHARED},
             {"grad": "qkv", "mask": additive}, {"grad": "qkvm", "mask": additive},
@@ -367,6 +374,8 @@ def _crossing(plain: Case) -> Iterator[Case]:
     hidden += [{"structure": each} for each in STRUCTURES]
     for (n_q, n_k), kv_heads, grad, what in itertools.product(CROSSED, (HEADS, SHARED), ("", "qkv"), hidden):
         yield attrs.evolve(plain, q_length=n_q, k_length=n_k, kv_heads=kv_heads, grad=grad, crossed=True, **what)
+    for (n_q, n_k), kv_heads, grad in itertools.product(((33, 65), (65, 33)), (HEADS, SHARED), ("", "qkv")):
+        yield attrs.evolve(plain, q_length=n_q, k_length=n_k, kv_heads=kv_heads, grad=grad, crossed=True, **LOCAL)
     for (n_q, n_k), kv_heads in itertools.product(CROSSED, (HEADS, SHARED)):
         mask = DenseMask("additive", hides="some")
         yield attrs.evolve(plain, q_length=n_q, k_length=n_k, kv_heads=kv_heads, grad="qkvm", mask=mask, crossed=True)
@@ -448,6 +457,15 @@ def _structures(plain: Case) -> Iterator[Case]:
     for window in (1, 2, 64, 65, 66, 1000):
         yield attrs.evolve(plain, structure=("none", True, window))
         yield attrs.evolve(plain, structure=("none", False, window), q_length=65)
+    for structure, ahead, more in (
+        (("none", False, None), AHEAD, {"kv_heads": SHARED, "grad": "qkv"}),
+        (("none", False, None), 0, {"q_length": 65}),
+        (("none", False, 65), 64, {"q_length": 130, "k_length": 130}),
+        (("right0", False, WINDOW), AHEAD, {"kv_heads": SHARED}),
+        (("left0", False, WINDOW), AHEAD, {"kv_heads": SHARED}),
+        (("left", False, WINDOW), AHEAD, {"q_length": 65, "grad": "qkv"}),
+    ):
+        yield attrs.evolve(plain, structure=structure, ahead=ahead, **more)
     # The flag and a structure at once: top-left and bottom-right must not be taken for each other.
     yield attrs.evolve(plain, causal=True, structure=("none", True, None))
     yield attrs.evolve(plain, causal=True, structure=("right", False, None))

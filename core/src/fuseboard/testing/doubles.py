@@ -47,7 +47,7 @@ EVERYTHING = Constraints(
     mask_fp32=True,
     mask_grad=True,
     causal_and_mask=True,
-    structures=(StructureRule(keys={"none", "right", "left", "any"}, window={False, True}),),
+    structures=(StructureRule(keys={"none", "right", "left", "any"}, window={False, True}, ahead={False, True}),),
     custom_scale=True,
     negative_scale=True,
     backward=True,
@@ -169,6 +169,17 @@ def _without_window(given: dict[str, Any]) -> None:
         given["mask_info"] = attrs.evolve(given["mask_info"], window=None)
 
 
+def _without_ahead(given: dict[str, Any]) -> None:
+    if given["mask_info"] is not None:
+        given["mask_info"] = attrs.evolve(given["mask_info"], ahead=None)
+
+
+def _one_further_ahead(given: dict[str, Any]) -> None:
+    info = given["mask_info"]
+    if info is not None and info.ahead is not None:
+        given["mask_info"] = attrs.evolve(info, ahead=info.ahead + 1)
+
+
 def _without_scale(given: dict[str, Any]) -> None:
     given["scale"] = None
 
@@ -257,7 +268,14 @@ def _remembering_outputs(*_device: object) -> Kernel:
             return out
         said = [value for value in given.values() if not isinstance(value, (Tensor, MaskInfo))]
         info, mask = given["mask_info"], given["mask"]
-        key = (q.shape, k.shape, q.dtype, k.stride(), *said, info and (info.causal, info.window, info.padding))
+        key = (
+            q.shape,
+            k.shape,
+            q.dtype,
+            k.stride(),
+            *said,
+            info and (info.causal, info.window, info.padding, info.ahead),
+        )
         return seen.setdefault((*key, None if mask is None else mask.shape), out).clone()
 
     return kernel
@@ -363,6 +381,8 @@ liars = SimpleNamespace(
     top_left_for_bottom_right=_liar("top-left-for-bottom-right", _lying(_top_left)),
     bottom_right_for_top_left=_liar("bottom-right-for-top-left", _lying(_bottom_right)),
     ignores_the_window=_liar("ignores-the-window", _lying(_without_window)),
+    ignores_the_bound_ahead=_liar("ignores-the-bound-ahead", _lying(_without_ahead)),
+    sees_one_key_further_ahead=_liar("sees-one-key-further-ahead", _lying(_one_further_ahead)),
     ignores_the_scale=_liar("ignores-the-scale", _lying(_without_scale)),
     tiles_key_heads=_liar("tiles-key-heads", _lying(_tiled)),
     writes_into_q=_liar("writes-into-q", _scaled_in_place),

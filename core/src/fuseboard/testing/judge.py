@@ -296,7 +296,11 @@ class Kit:
         return None
 
     def _moves(self, inputs: Inputs, out: Tensor, want: Tensor, via: Via) -> Outcome | None:
-        """Move one argument after the other: the output must move as the reference moves."""
+        """Move one argument after the other: the output must move as the reference moves.
+
+        One that is dropped goes before one that is not followed rightly: where an output is wrong, it tells why.
+        """
+        found: Outcome | None = None
         for name, moved in _moved(inputs):
             target = reference(self.exact(moved, ""))
             shift = distance(target, want)
@@ -313,8 +317,8 @@ class Kit:
                 continue
             if distance(answer.out, out.detach().double()) <= shift / MOVED:
                 return Outcome("dropped argument", name, f"{name} was moved, and the output stayed where it was")
-            return problem or Outcome("wrong", f"after {name} was moved", f"its output is off by {error:.2g}")
-        return None
+            found = found or problem or Outcome("wrong", f"after {name} was moved", f"its output is off by {error:.2g}")
+        return found
 
     def _changed(self, inputs: Inputs, before: dict[str, Tensor]) -> Outcome | None:
         changed = [name for name, each in inputs.tensors().items() if not torch.equal(_memory(each), before[name])]
@@ -397,6 +401,8 @@ def _moved(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
     if info is not None and mask is None:
         if info.window is not None:
             yield "mask_info.window", attrs.evolve(still, info=attrs.evolve(info, window=info.window + 7))
+        if info.ahead is not None:
+            yield "mask_info.ahead", attrs.evolve(still, info=attrs.evolve(info, ahead=info.ahead + 7))
         if info.causal:
             yield "mask_info.causal", attrs.evolve(still, info=attrs.evolve(info, causal=False))
         if info.keys is not None:

@@ -23,6 +23,9 @@ MODELS: dict[str, Fields] = {
     "gemma-2.train": _calls(8, 4, 48, 48, 256, structure=("none", True, None), scale=0.0625, grad="qkv"),
     "deepseek-v3.mla": _calls(16, 16, 40, 40, 192, v_head_dim=128, structure=("none", True, None), scale=0.1147),
     "minilm-l6.batch": _calls(12, 12, 48, 48, 32, batch=3, structure=("right", False, None), beside="additive"),
+    "modernbert.local": _calls(
+        12, 12, 80, 80, 64, batch=2, structure=("right", False, 17), ahead=16, layout="transposed"
+    ),
     "whisper-large.cross": _calls(20, 20, 1, 1500, 64, layout="transposed"),
     "clip-l.text": _calls(12, 12, 77, 77, 64, causal=True),
     "vit-b16": _calls(12, 12, 197, 197, 64, layout="transposed"),

@@ -22,7 +22,6 @@ from fuseboard.call import describe
 from fuseboard.context import bind, bind_process
 from fuseboard.errors import DeclinedError, RefusedError
 from fuseboard.failure import Meaning, classify
-from fuseboard.masks import MaskInfo
 from fuseboard.registry import first_line
 from fuseboard.run import Run
 from fuseboard.selftest import distance, gradient_tolerance
@@ -168,7 +167,7 @@ def _overwritten(kit: Kit, case: Case) -> Outcome:
     _overwrite(inputs, other)
     info = inputs.info
     if info is not None:  # engines make one for each step, around a buffer that they keep
-        inputs = attrs.evolve(inputs, info=MaskInfo(info.keys, info.causal, info.window, info.padding))
+        inputs = attrs.evolve(inputs, info=attrs.evolve(info))
     got = _plain(kit, inputs, case.grad)
     # Held against float64: a kernel that remembers would give its memory for the plain call as well.
     right = kit.exact(other, "")

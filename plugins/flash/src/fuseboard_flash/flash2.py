@@ -45,13 +45,20 @@ LIMITS = Constraints(
     structures=(
         StructureRule(causal={True}, window={False, True}),
         # A window open to the right is given the bound k_length inside, which cuts when the queries outnumber the keys.
-        StructureRule(causal={False}, window={True}, lengths={"equal", "fewer queries"}),
+        # So is a bound ahead beyond k_length; where the queries are no more than the keys, none that long is asked for.
+        StructureRule(causal={False}, window={False, True}, ahead={False, True}, lengths={"equal", "fewer queries"}),
         # The kernel aligns causality and windows to the last *real* key, the structure to the last key: the same only
         # with left padding. Right padding with causality takes two calls; with a window it cannot be said.
         StructureRule(keys={"right"}, causal={False, True}),
         StructureRule(keys={"left"}, causal={True}, window={False, True}),
         StructureRule(keys={"left"}, causal={False}),
-        StructureRule(keys={"left"}, causal={False}, window={True}, lengths={"equal", "fewer queries"}),
+        StructureRule(
+            keys={"left"},
+            causal={False},
+            window={False, True},
+            ahead={False, True},
+            lengths={"equal", "fewer queries"},
+        ),
         StructureRule(keys={"any"}, causal={False}),
     ),
     custom_scale=True,
@@ -213,4 +220,7 @@ class Flash2:
 
 def _window(info: MaskInfo) -> dict[str, Any]:
     """Inclusive bounds, aligned as the structure is; -1 is open."""
-    return {} if info.window is None else {"window_size": (info.window - 1, 0 if info.causal else -1)}
+    if info.window is None and info.ahead is None:
+        return {}
+    left, right = -1 if info.window is None else info.window - 1, -1 if info.ahead is None else info.ahead
+    return {"window_size": (left, 0 if info.causal else right)}

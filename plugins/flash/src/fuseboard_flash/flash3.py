@@ -31,7 +31,7 @@ LIMITS = Constraints(
     causal={"equal", "fewer queries"},
     structures=(
         StructureRule(causal={True}, window={False, True}),
-        StructureRule(causal={False}, window={True}, lengths={"equal", "fewer queries"}),
+        StructureRule(causal={False}, window={False, True}, ahead={False, True}, lengths={"equal", "fewer queries"}),
         # Aligned to the last *real* key, the structure to the last key: the same only with left padding. Right padding
         # with causality takes two calls; with a window it cannot be said.
         StructureRule(keys={"right"}, causal={False, True}),
@@ -149,4 +149,7 @@ class Flash3:
 
 def _window(info: MaskInfo) -> dict[str, Any]:
     """Inclusive bounds, aligned as the structure is; -1 is open."""
-    return {} if info.window is None else {"window_size": (info.window - 1, 0 if info.causal else -1)}
+    if info.window is None and info.ahead is None:
+        return {}
+    left, right = -1 if info.window is None else info.window - 1, -1 if info.ahead is None else info.ahead
+    return {"window_size": (left, 0 if info.causal else right)}

@@ -78,11 +78,11 @@ LIMITS = Constraints(
     causal={"equal", "fewer queries"},
     structures=(
         StructureRule(causal={True}, window={False, True}),
-        StructureRule(causal={False}, window={True}),
+        StructureRule(causal={False}, window={False, True}, ahead={False, True}),
         # It aligns causality and windows to the last *real* key, the structure to the last key: the same only with left
         # padding.
         StructureRule(keys={"right"}, causal={False}),
-        StructureRule(keys={"left"}, causal={False, True}, window={False, True}),
+        StructureRule(keys={"left"}, window={False, True}, ahead={False, True}),
     ),
     custom_scale=True,
     backward=True,
@@ -270,4 +270,6 @@ def _shifted(info: MaskInfo, starts: Tensor, n_k: int) -> Tensor:
 def _window(info: MaskInfo) -> dict[str, Any]:
     # None is open; a -1 beside a 0 is taken as a number and hides every key:
     # https://github.com/NVIDIA/TransformerEngine/issues/3528
-    return {} if info.window is None else {"window_size": (info.window - 1, 0 if info.causal else None)}
+    if info.window is None and info.ahead is None:
+        return {}
+    return {"window_size": (None if info.window is None else info.window - 1, 0 if info.causal else info.ahead)}

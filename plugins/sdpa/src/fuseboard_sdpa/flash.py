@@ -52,7 +52,8 @@ LIMITS = Constraints(
     structures=(
         StructureRule(causal={True}, window={False, True}),
         # A window open to the right is given the bound k_length there, which cuts when the queries outnumber the keys.
-        StructureRule(causal={False}, window={True}, lengths={"equal", "fewer queries"}),
+        # So is a bound ahead beyond k_length; where the queries are no more than the keys, none that long is asked for.
+        StructureRule(causal={False}, window={False, True}, ahead={False, True}, lengths={"equal", "fewer queries"}),
         # With causality or a window the kernel aligns to the last *real* key, the structure to the last key: the same
         # only when the padding is on the left.
         StructureRule(keys={"right"}, causal={False}, backward=False),
@@ -123,7 +124,7 @@ class Flash:
         """Pad, align, and call the operator for the structure."""
         if causal and k.shape[2] > q.shape[2]:  # top-left: no query sees a key beyond the number of queries
             k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
-        if mask_info is None or (mask_info.keys is None and mask_info.window is None):
+        if mask_info is None or _is_causality(mask_info):
             causal = causal or mask_info is not None
             if ready(q, k, v, 8):
                 if scale is None and not dropout_p:
@@ -131,7 +132,7 @@ class Flash:
                 return self._op(q, k, v, dropout_p, causal, scale=scale)[0]  # type: ignore[no-any-return]
         v_dim, number = v.shape[3], scale_of(q, scale)
         q, k, v = self._prepared(q, k, v)
-        if mask_info is None or (mask_info.keys is None and mask_info.window is None):
+        if mask_info is None or _is_causality(mask_info):
             out: Tensor = self._op(q, k, v, dropout_p, causal, scale=number)[0]
         elif mask_info.keys is None:
             out = self._call(q, k, v, mask_info, number, dropout_p)
@@ -199,10 +200,15 @@ def _offsets(info: MaskInfo, lengths: Tensor, n_q: int, n_k: int) -> tuple[Tenso
     return row * n_q, first_key
 
 
+def _is_causality(info: MaskInfo) -> bool:
+    return info.keys is None and info.window is None and info.ahead is None
+
+
 def _window(info: MaskInfo) -> dict[str, int]:
-    if info.window is None:
+    if info.window is None and info.ahead is None:
         return {}
-    return {"window_size_left": info.window - 1, "window_size_right": 0 if info.causal else -1}
+    left, right = -1 if info.window is None else info.window - 1, -1 if info.ahead is None else info.ahead
+    return {"window_size_left": left, "window_size_right": 0 if info.causal else right}
 
 
 def _tokens_adjoin(tensor: Tensor) -> bool:

@@ -60,7 +60,7 @@ LIMITS = Constraints(
     gqa=True,
     causal={"equal", "fewer queries", "more queries"},
     structures=(
-        StructureRule(keys={"none", "right"}, causal={False, True}, window={False, True}, backward=False),
+        StructureRule(keys={"none", "right"}, window={False, True}, ahead={False, True}, backward=False),
     ),
     custom_scale=True,
     any_stride=True,
@@ -163,10 +163,13 @@ class TileLang:
         if causal:
             offset, right = 0, 0
         elif mask_info is not None:
-            right = 0 if mask_info.causal else right
+            if mask_info.causal:
+                right = 0
+            elif mask_info.ahead is not None:
+                right = min(mask_info.ahead, right)
             left = left if mask_info.window is None else min(mask_info.window - 1, left)
             lengths = None if mask_info.keys is None else mask_info.lengths()
-        bounded = left < n_q + n_k or right == 0
+        bounded = min(left, right) < n_q + n_k
         kernel = self._kernel(q, bounded, lengths is not None)
         q, k, v = self._laid_out(q), self._laid_out(k), self._laid_out(v)
         out = torch.empty_like(q)

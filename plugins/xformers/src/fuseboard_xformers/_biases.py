@@ -36,12 +36,13 @@ class Biases:
         return self._classes.LowerTriangularMask()
 
     def of(self, info: MaskInfo, n_k: int) -> Any:
-        """Bottom-right causality, a window, or both, for inputs with a batch."""
-        if info.window is None:
+        """Bottom-right causality, a window, a bound ahead, or two of them, for inputs with a batch."""
+        if info.window is None and info.ahead is None:
             return self._classes.LowerTriangularFromBottomRightMask()
         if info.causal:
             return self._classes.LowerTriangularFromBottomRightLocalAttentionMask(info.window)
-        return self._classes.LocalAttentionFromBottomRightMask(window_left=info.window - 1, window_right=n_k)
+        left, right = n_k if info.window is None else info.window - 1, n_k if info.ahead is None else info.ahead
+        return self._classes.LocalAttentionFromBottomRightMask(window_left=left, window_right=right)
 
     def padded(self, info: MaskInfo, batch: int, n_q: int, n_k: int) -> Any:
         """Padded keys, no causality, for all tokens in one row; made once for each mask."""

@@ -81,7 +81,10 @@ LIMITS = Constraints(
     structures=(
         StructureRule(causal={True}, window={False, True}),
         # A window open to the right is given the bound k_length there, which cuts when the queries outnumber the keys.
-        StructureRule(causal={False}, window={True}, lengths={"equal", "fewer queries"}),
+        # So is a bound ahead beyond k_length; where the queries are no more than the keys, none that long is asked for.
+        StructureRule(
+            causal={False}, window={False, True}, ahead={False, True}, lengths={"equal", "fewer queries"}
+        ),
         # Its biases for padded keys have no backward. With causality it aligns to the last *real* key, the structure
         # to the last key; the class that would be right for padding on the left has no operator.
         StructureRule(keys={"right", "left"}, causal={False}, backward=False),

@@ -67,7 +67,11 @@ class FwOp:
         if isinstance(bias, b.LowerTriangularFromBottomRightLocalAttentionMask):
             seen &= key >= last - (bias._window_size - 1)
         if isinstance(bias, b.LocalAttentionFromBottomRightMask):
-            seen &= (key >= last - bias.window_left) & (key <= last + bias.window_right)
+            left, right = (
+                min(bias.window_left, n_k),
+                min(bias.window_right, n_k),
+            )  # as long as the keys is open, and cut
+            seen &= (key >= last - left) & (key <= last + right)
         return attend(q, k, v, seen, None, scale, inp.p).reshape(inp.query.shape)
 
     @classmethod
