@@ -137,6 +137,8 @@ def admitted(name: str, info: fb.MaskInfo, n_q: int, n_k: int, *, grad: bool) ->
     keys, causal, bounded = structure.keys, structure.causal, structure.window or structure.ahead
     if bounded and not causal and n_q > n_k and name != "flash4":
         return False
+    if name == "flash4" and structure.ahead and not structure.window:
+        return False
     if keys == "right":
         return not bounded and (not causal or name != "flash4")
     if keys == "any":

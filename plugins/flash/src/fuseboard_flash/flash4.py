@@ -78,11 +78,12 @@ LIMITS = Constraints(
     causal={"equal", "fewer queries"},
     structures=(
         StructureRule(causal={True}, window={False, True}),
-        StructureRule(causal={False}, window={False, True}, ahead={False, True}),
+        StructureRule(causal={False}, window={True}, ahead={False, True}),
         # It aligns causality and windows to the last *real* key, the structure to the last key: the same only with left
         # padding.
         StructureRule(keys={"right"}, causal={False}),
-        StructureRule(keys={"left"}, window={False, True}, ahead={False, True}),
+        StructureRule(keys={"left"}, window={False, True}),
+        StructureRule(keys={"left"}, causal={False}, window={True}, ahead={True}),
     ),
     custom_scale=True,
     backward=True,
