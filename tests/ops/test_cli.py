@@ -137,6 +137,8 @@ def test_an_interrupt_ends_it_at_once_without_a_traceback_and_leaves_nothing(boa
         [sys.executable, "-m", "fuseboard", "doctor", "--backend", "stuck"], cwd=board.site,
         env=board.environ(TMPDIR=str(temporary)),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # A shell's job in the background ignores interrupts, and so would what these tests start there.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     ) as process:  # fmt: skip
         while not (board.site / "running").exists():
             with contextlib.suppress(subprocess.TimeoutExpired):
