@@ -3,7 +3,7 @@
 An elementwise operation has one right answer once it is said where it is rounded, so kernels that do several of them,
 rounding where torch's do, give torch's bits. Sums do not: the mean of a norm's squares stays torch's kernel, and so do
 matrix products. Used, when asked for, in steps of one token, in float16 and bfloat16, where a trial on the device finds
-every bit equal; else torch's kernels are launched one by one, as in a prompt, in training and while something is traced.
+every bit equal; else torch's kernels are launched one by one, as in a prompt, in training and while one is tracing.
 """
 
 from __future__ import annotations
