@@ -16,13 +16,21 @@ from torch import Tensor
 from fuseboard import MaskInfo
 from fuseboard.tensors import as_tokens, padded
 
-__all__ = ["attend_packed", "first", "heads_padded", "left_padding", "row_starts"]
+__all__ = ["attend_packed", "first", "heads_padded", "left_padding", "row_starts", "window_size"]
 
 
 def first(out: Any) -> Tensor:
     """The output of a kernel that returns it alone, or with the row sums, as its version likes."""
     found: Tensor = out[0] if isinstance(out, (tuple, list)) else out
     return found
+
+
+def window_size(info: MaskInfo) -> dict[str, tuple[int, int]]:
+    """The option of FlashAttention 2 and 3: inclusive bounds, aligned as the structure is; -1 is open."""
+    if info.window is None and info.ahead is None:
+        return {}
+    left, right = -1 if info.window is None else info.window - 1, -1 if info.ahead is None else info.ahead
+    return {"window_size": (left, 0 if info.causal else right)}
 
 
 def row_starts(info: MaskInfo, rows: int, length: int) -> Tensor:

@@ -192,16 +192,16 @@ class Flash2:
         if mask_info is None or mask_info.keys is None:
             options: dict[str, Any] = {}
             if mask_info is not None:
-                causal, options = mask_info.causal, _window(mask_info)
+                causal, options = mask_info.causal, _layout.window_size(mask_info)
             out = self._dense(q, k, v, plain, causal, scale, dropout_p, options)
         elif plain and mask_info.padding == "right" and not mask_info.causal:
             out = self._dense(q, k, v, True, False, scale, 0.0, {"cache_seqlens": mask_info.lengths()})
         elif plain and mask_info.padding == "left" and self._leftpad:
             ends, padding = _layout.left_padding(mask_info, k.shape[2])
-            options = {"cache_seqlens": ends, "cache_leftpad": padding, **_window(mask_info)}
+            options = {"cache_seqlens": ends, "cache_leftpad": padding, **_layout.window_size(mask_info)}
             out = self._dense(q, k, v, True, mask_info.causal, scale, 0.0, options)
         else:
-            options = {"softmax_scale": scale, "dropout_p": dropout_p, **_window(mask_info)}
+            options = {"softmax_scale": scale, "dropout_p": dropout_p, **_layout.window_size(mask_info)}
             out = _layout.attend_packed(self._varlen, q, k, v, mask_info, fill=False, **options)
         return out[..., :v_dim] if out.shape[3] != v_dim else out
 
@@ -216,11 +216,3 @@ class Flash2:
         else:
             out = self._func(q, k, v, dropout_p=dropout_p, softmax_scale=scale, causal=causal, **options)
         return out.transpose(1, 2)
-
-
-def _window(info: MaskInfo) -> dict[str, Any]:
-    """Inclusive bounds, aligned as the structure is; -1 is open."""
-    if info.window is None and info.ahead is None:
-        return {}
-    left, right = -1 if info.window is None else info.window - 1, -1 if info.ahead is None else info.ahead
-    return {"window_size": (left, 0 if info.causal else right)}

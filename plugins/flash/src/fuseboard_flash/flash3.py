@@ -132,7 +132,7 @@ class Flash3:
         options: dict[str, Any] = {"softmax_scale": scale}
         if mask_info is not None:
             causal = mask_info.causal
-            options |= _window(mask_info)
+            options |= _layout.window_size(mask_info)
         if mask_info is not None and mask_info.keys is not None:
             if function is self._func or mask_info.padding is None or (mask_info.padding == "right" and causal):
                 out = _layout.attend_packed(self._varlen, q, k, v, mask_info, fill=True, **options)
@@ -145,11 +145,3 @@ class Flash3:
         out = function(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=causal, **options)
         out = _layout.first(out).transpose(1, 2)
         return out[..., :v_dim] if out.shape[3] != v_dim else out
-
-
-def _window(info: MaskInfo) -> dict[str, Any]:
-    """Inclusive bounds, aligned as the structure is; -1 is open."""
-    if info.window is None and info.ahead is None:
-        return {}
-    left, right = -1 if info.window is None else info.window - 1, -1 if info.ahead is None else info.ahead
-    return {"window_size": (left, 0 if info.causal else right)}
