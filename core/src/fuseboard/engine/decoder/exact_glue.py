@@ -8,7 +8,6 @@ every bit equal; else torch's kernels are launched one by one, as in a prompt, i
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import importlib.util
@@ -22,7 +21,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.utils._device import DeviceContext
 
-from fuseboard.engine.decoder.launch import Launcher
+from fuseboard.engine.decoder.launch import Launcher, on, power_of_two
 from fuseboard.engine.decoder.norms import upcast_norm
 from fuseboard.engine.decoder.rope import rotate
 from fuseboard.failure import Meaning, classify
@@ -141,7 +140,7 @@ class ExactGlue:
         self._rotated(
             (batch, heads + 2 * kv_heads), q, k, v, *((q, k) if weights is None else weights), cos, sin, q_out, k_out,
             v_out, q.stride(0), k.stride(0), v.stride(0), cos.stride(0) if cos.shape[0] > 1 else 0, q_out.stride(0),
-            heads, kv_heads, dim, 1 << (dim - 1).bit_length(), weights is not None,
+            heads, kv_heads, dim, power_of_two(dim), weights is not None,
         )  # fmt: skip
         return q_out.transpose(1, 2), k_out.transpose(1, 2), v_out.transpose(1, 2)
 
@@ -170,7 +169,7 @@ class ExactGlue:
         batch, kv_heads, _, dim = k.shape
         self._placed(
             (batch, 2 * kv_heads), k, v, slots, keys, values, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-            keys.stride(0), keys.stride(1), keys.stride(2), kv_heads, dim, 1 << (dim - 1).bit_length(),
+            keys.stride(0), keys.stride(1), keys.stride(2), kv_heads, dim, power_of_two(dim),
         )  # fmt: skip
 
 
@@ -222,13 +221,12 @@ def _tried(device: torch.device, dtype: torch.dtype, sizes: _Sizes, eps: float) 
         return f"not for {dtype}"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    where = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     try:
         kernels = importlib.import_module("fuseboard.engine.decoder.exact_kernels")
         interpreted = "Interpreted" in type(kernels.squares).__name__
         if device.type != "cuda" and not interpreted:
             return f"Triton's kernels do not run on {device.type}"
-        with where, torch.inference_mode(mode=False), torch.no_grad():
+        with on(device), torch.inference_mode(mode=False), torch.no_grad():
             every = _patterns(device, dtype)
             # The interpreter has no exponential of CUDA's.
             for table in [F.silu(every)] if interpreted else [None, F.silu(every)]:

@@ -10,7 +10,6 @@ so they are the growing cache's but for rounding.
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING
 
 import attrs
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from fuseboard.engine.decoder.generation import check_ids
 from fuseboard.engine.decoder.glue import Glue, Turn
+from fuseboard.engine.decoder.launch import on
 from fuseboard.engine.decoder.layers import Given
 from fuseboard.errors import InputError
 from fuseboard.masks import MaskInfo
@@ -259,8 +259,7 @@ def check(decoder: QwenDecoder, ids: Tensor, cache: FixedCache) -> None:
 def step(decoder: QwenDecoder, ids: Tensor, cache: FixedCache) -> Tensor:
     """The device's part of a step, which a graph can hold: logits `(batch, 1, vocab)`; positions advance."""
     glue = decoder.glue
-    where = torch.cuda.device(decoder.device) if decoder.device.type == "cuda" else contextlib.nullcontext()
-    with where, decoder.one_pass():
+    with on(decoder.device), decoder.one_pass():
         if not isinstance(glue, Glue):
             logits = _plain(decoder, ids, cache)
         elif glue.multiplies(cache.batch):

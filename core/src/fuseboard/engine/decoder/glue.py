@@ -6,7 +6,6 @@ alone, and only where a trial on the device gives the formula's numbers; elsewhe
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import importlib.util
@@ -17,7 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from fuseboard.engine.decoder.launch import Launcher
+from fuseboard.engine.decoder.launch import Launcher, on, power_of_two
 from fuseboard.engine.decoder.norms import RMSNorm, upcast_norm
 from fuseboard.engine.decoder.rope import rotate
 from fuseboard.failure import Meaning, classify
@@ -80,7 +79,7 @@ class Glue:
         rows, wide = x.shape
         tall = linear.out_features // 2 if gated else linear.out_features
         out = x.new_empty(rows, tall)
-        whole = _power_of_two(wide)
+        whole = power_of_two(wide)
         block = min(max(_TILE // (2 if gated else 1) // whole, 1), _COLUMNS)
         bias = linear.bias
         self._product(
@@ -96,7 +95,7 @@ class Glue:
         total = hidden if delta is None else torch.empty_like(hidden)
         self._add_norm(
             (hidden.shape[0], 1), hidden, hidden if delta is None else delta, norm.weight, total, out, norm.size,
-            norm.eps, delta is not None, _power_of_two(norm.size),
+            norm.eps, delta is not None, power_of_two(norm.size),
         )  # fmt: skip
         return total, out
 
@@ -118,7 +117,7 @@ class Glue:
         self._put_heads(
             (qkv.shape[0], heads + 2 * kv_heads), qkv, *weights, step.cos, step.sin, step.positions, q, keys, values,
             0.0 if norms is None else norms[0].eps, place.size, keys.stride(0), keys.stride(1), keys.stride(2),
-            heads, kv_heads, dim, _power_of_two(dim), norms is not None,
+            heads, kv_heads, dim, power_of_two(dim), norms is not None,
         )  # fmt: skip
         return q
 
@@ -144,10 +143,6 @@ class Turn:
     positions: Tensor
     cos: Tensor
     sin: Tensor
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()
 
 
 def glue_for(device: torch.device, dtype: torch.dtype, config: DecoderConfig, *, products: bool) -> Glue | str:
@@ -180,12 +175,10 @@ def _tried(
         if device.type != "cuda" and "Interpreted" not in type(kernels.add_norm).__name__:
             return f"Triton's kernels do not run on {device.type}"
         widest = max(wide, inner, heads * dim)
-        if products and _power_of_two(widest) > _TILE:
+        if products and power_of_two(widest) > _TILE:
             return f"its products have at most {_TILE} columns, and there are {widest}; ask for glue without products"
         glue = Glue.of(kernels, products)
-        # Triton launches on the current device.
-        where = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-        with where, torch.inference_mode(mode=False), torch.no_grad():
+        with on(device), torch.inference_mode(mode=False), torch.no_grad():
             # Twice: the second time compiled kernels are launched by themselves.
             for _ in range(2 if device.type == "cuda" else 1):
                 wrong = _Trial(glue, device, dtype, wide, inner, heads, kv_heads, dim, qk_norm, eps).wrong()

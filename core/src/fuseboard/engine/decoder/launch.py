@@ -7,14 +7,26 @@ Triton's own tutorials do. Where that does not work, as in the interpreter, ever
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
+import torch
 from torch import Tensor
 
-__all__ = ["Launcher"]
+__all__ = ["Launcher", "on", "power_of_two"]
 
 _ALIGNMENT = 16
 _MOST = 256
+
+
+def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """A GPU is the current device for a block, since Triton launches there; elsewhere nothing happens."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def power_of_two(size: int) -> int:
+    """The least that is not below `size`: what a Triton block may have as its width."""
+    return 1 << (size - 1).bit_length()
 
 
 class Launcher:
