@@ -2,13 +2,21 @@
 
 Each switch is measured in a process of its own, applied at its start, beside two processes without switches; all
 compute the same operations on the same numbers, one process after the other. A switch is measured on what it could
-change, and on two operations that it must leave alone (`CONCERNS`). "bits" compares the results of a switch with those
-of no switch; "varies" stands where two processes without switches differ already. The error is the largest difference
-from float64, relative to the largest value. Rows are printed and written as they come, so that a run that is cut short
-has given numbers; what does not fit into `--seconds` is said. Needs a CUDA device: without one it says so and ends
-well. Nothing is asserted about times: they belong to machines.
+change, and on two operations that it must leave alone (`CONCERNS`).
 
-    python benchmarks/features.py [--quick] [--rounds N] [--seconds S] [--json FILE] [--out FILE]
+Times are the device's alone: it sleeps until the host has queued the whole operation, several times over if it is
+short, and the decoder's steps one by one (`Stopwatch`). Where the host does not get ahead, the row says so in place of
+a time. The two processes without switches, and what each switch must leave alone, say how far apart measurements of the
+same are: the noise. A gain within it is marked. "bits" compares the results of a switch with those of no switch;
+"varies" stands where two processes without switches differ already. The error is the largest difference from float64,
+relative to the largest value.
+
+Rows are printed and written as they come, so that a run that is cut short has given numbers; what does not fit into
+`--seconds` is said. Needs a CUDA device: without one it says so and ends well. Nothing is asserted about times: they
+belong to machines.
+
+    python benchmarks/features.py [--quick] [--rounds N] [--seconds S] [--json FILE] [--out FILE] [--page]
+    python benchmarks/features.py --from FILE.json [--out FILE] [--page]
 """
 
 from __future__ import annotations
@@ -16,6 +24,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import gc
 import hashlib
 import json
 import os
@@ -27,7 +36,7 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +45,17 @@ from _report import aligned, arguments, keep, listed, machine, versions
 PACKAGES = ("torch", "fuseboard")
 NONE, AGAIN = "none", "none again"
 DEVICE = "cuda"
-WARM, SECONDS = 2, 0.1
+WARM = 2  # calls before anything is timed: they load kernels, and plan
+WARMING = 0.05  # seconds of calls after them, for the clocks
+SECONDS = 0.1  # after which no round begins
+FEWEST = 3  # rounds that there are nevertheless
+SPIN = 2_000_000  # cycles, about a millisecond
+SPAN, MOST = 1.0, 32  # milliseconds that a round takes of repetitions, and how many of these at most
+SHORTEST, LONGEST = 1.0, 150.0  # milliseconds of sleep
 LIMIT = 75  # seconds for everything
 LOADING = 40  # of these at most until every process has loaded what it needs, which would disturb the first
 GRACE = 5  # for an operation that has begun
-SHARES = {NONE: 3, AGAIN: 2}  # of the time, where a switch has one: they measure every operation
+SHARES = {NONE: 4, AGAIN: 3}  # of the time, where a switch has one: they measure every operation
 SIZE, THIN = 4096, (64, 65536, 64)
 PROMPT, STEPS, ROWS = 1024, 16, 8  # few steps: cuDNN's attention plans anew for each length
 DECODER = {
@@ -48,7 +63,12 @@ DECODER = {
     "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
 }  # fmt: skip
 
-Operation = tuple[Callable[[], Any], Callable[[], Any]]
+ROUNDED = 1e-4  # what the gains of a file lack
+PAGE = Path(__file__).parents[1] / "docs" / "features.md"
+
+Compute = Callable[[Callable[[], None]], Any]
+"""Calls what it is given wherever it may be cut in parts that are timed one by one."""
+Operation = tuple[Compute, Callable[[], Any]]
 
 
 def square(word: str) -> str:
@@ -74,6 +94,8 @@ def steps(word: str) -> str:
 MATH = "bf16 math attention 4x16x1024x64"
 BY_MATH = f"{prompt('bf16')}, by sdpa-math"
 _HALVES = (thin("fp16"), thin("bf16"), prompt("bf16"), steps("bf16"), square("fp32"), MATH)
+HOSTS = "with the host"
+SPARED = 2
 CONCERNS = {
     "fp16_accumulation": (square("fp16"), thin("fp16"), prompt("fp16"), steps("fp16"), square("bf16"), MATH),
     "tf32": (square("fp32"), MATH, prompt("fp32"), steps("fp32"), BY_MATH, square("bf16"), convolution("fp32")),
@@ -82,7 +104,7 @@ CONCERNS = {
     "no_reduced_precision": _HALVES,
     "math_reduction": (MATH, BY_MATH, square("bf16"), square("fp32")),
 }
-"""What each switch could change, then two operations that it must leave alone. Without a switch all are measured."""
+"""What each switch could change, then `SPARED` that it must leave alone. Without a switch all are measured."""
 ALL = tuple(dict.fromkeys(label for labels in CONCERNS.values() for label in labels))
 
 
@@ -109,7 +131,7 @@ def operations(wanted: Collection[str]) -> Iterator[tuple[str, Operation]]:
     if MATH in wanted:
         q = drawing(MATH)(4, 16, 1024, 64).bfloat16()
         math = torch.ops.aten._scaled_dot_product_attention_math
-        yield MATH, (lambda: math(q, q, q)[0], lambda: math(*[q.double()] * 3)[0])
+        yield MATH, (lambda _: math(q, q, q)[0], lambda: math(*[q.double()] * 3)[0])
     for word, dtype in dtypes.items():
         labels = [each for each in (prompt(word), steps(word), BY_MATH) if each.startswith(word) and each in wanted]
         if labels:
@@ -119,14 +141,14 @@ def operations(wanted: Collection[str]) -> Iterator[tuple[str, Operation]]:
 
 def multiplying(dtype: Any, draw: Callable[..., Any], m: int, k: int, n: int) -> Operation:
     a, b = draw(m, k).to(dtype), draw(k, n).to(dtype)
-    return (lambda: a @ b), (lambda: a.double() @ b.double())
+    return (lambda _: a @ b), (lambda: a.double() @ b.double())
 
 
 def convolving(dtype: Any, draw: Callable[..., Any]) -> Operation:
     import torch.nn.functional as F  # noqa: N812
 
     x, w = draw(4, 256, 8000).to(dtype), draw(256, 256, 11).to(dtype)
-    return (lambda: F.conv1d(x, w, padding=5)), (lambda: F.conv1d(x.double(), w.double(), padding=5))
+    return (lambda _: F.conv1d(x, w, padding=5)), (lambda: F.conv1d(x.double(), w.double(), padding=5))
 
 
 def decoding(dtype: Any, word: str) -> dict[str, Operation]:
@@ -150,20 +172,22 @@ def decoding(dtype: Any, word: str) -> dict[str, Operation]:
         with torch.inference_mode():
             return decoder.hidden(ids[:1])
 
-    def stepwise(decoder: Any) -> Any:
+    def stepwise(decoder: Any, cut: Callable[[], None]) -> Any:
         with torch.inference_mode():
             cache = decoder.cache(ROWS, reserve=2 * STEPS)
             parts = [decoder(ids[:, :STEPS], cache=cache, keep=1)]
-            parts += [decoder(ids[:, at : at + 1], cache=cache) for at in range(STEPS, 2 * STEPS - 1)]
+            for at in range(STEPS, 2 * STEPS - 1):
+                cut()  # a GPU's queue takes some thousand launches: all steps at once would have the host wait
+                parts.append(decoder(ids[:, at : at + 1], cache=cache))
             return torch.cat(parts, 1)
 
-    def by_math() -> Any:
+    def by_math(_: Callable[[], None]) -> Any:
         with fb.bind(fb.policy_for("sdpa-math", strict=True)):
             return at_once(rounded)
 
     return {
-        prompt(word): (lambda: at_once(rounded), lambda: at_once(exact)),
-        steps(word): (lambda: stepwise(rounded), lambda: stepwise(exact)),
+        prompt(word): (lambda _: at_once(rounded), lambda: at_once(exact)),
+        steps(word): (lambda cut: stepwise(rounded, cut), lambda: stepwise(exact, nowhere)),
         BY_MATH: (by_math, lambda: at_once(exact)),
     }
 
@@ -174,28 +198,147 @@ def bits(value: Any) -> str:
     return hashlib.sha256(ctypes.string_at(host.data_ptr(), host.numel() * host.element_size())).hexdigest()
 
 
-def measure(compute: Callable[[], Any], exact: Callable[[], Any], rounds: int) -> dict[str, Any]:
-    """One operation's time, bits and error. Rounds end early when they have taken long enough."""
-    for _ in range(WARM):
-        compute()
-    times, end_at = [], time.monotonic() + SECONDS
-    while len(times) < rounds and (len(times) < 2 or time.monotonic() < end_at):  # noqa: PLR2004 - a median of two
-        times.append(timed(compute))
-    want, got = exact(), compute()
+def nowhere() -> None:
+    """Cuts nothing."""
+
+
+def measure(compute: Compute, exact: Callable[[], Any], rounds: int, stopwatch: Stopwatch) -> dict[str, Any]:
+    """One operation's time, bits and error."""
+    times = stopwatch.times(compute, rounds)
+    want, got = exact(), compute(nowhere)
     error = ((got.double() - want).abs().max() / want.abs().max()).item()
-    return {"us": round(statistics.median(times), 1), "rounds": len(times), "error": error, "bits": bits(got)}
+    us = round(statistics.median(times), 2) if times else None
+    return {"us": us, "rounds": len(times), "error": error, "bits": bits(got)}
 
 
-def timed(compute: Callable[[], Any]) -> float:
-    """Microseconds, by the device's clock."""
-    import torch
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """The garbage collector takes the host some 50 ms, and every sleep after one would be as long."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    compute()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) * 1e3
+
+class Device:
+    """What a stopwatch needs of the device, and the host's clock."""
+
+    def now(self) -> float:
+        """Seconds."""
+        return time.monotonic()
+
+    def event(self) -> Any:
+        """One that takes times."""
+        import torch
+
+        return torch.cuda.Event(enable_timing=True)
+
+    def sleep(self, cycles: int) -> None:
+        """Keep the stream busy; the host goes on."""
+        import torch
+
+        torch.cuda._sleep(cycles)
+
+    def synchronize(self) -> None:
+        """Wait until nothing is left to do."""
+        import torch
+
+        torch.cuda.synchronize()
+
+
+class Stopwatch:
+    """Times what the device does without what the host takes to launch it.
+
+    The device sleeps until the whole operation is queued. That it did is seen: the event that ends the sleep must not
+    have passed when the one that ends the operation is queued. If it has, the device may have waited for the host, and
+    the round is made again with a longer sleep.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._sleep = SHORTEST  # milliseconds
+        self._cycles = 0.0  # a millisecond's
+        device.sleep(SPIN)  # the first loads the kernel
+
+    def times(self, compute: Compute, rounds: int) -> list[float]:
+        """Microseconds of each round; none where the host was never ahead, as when an operation waits for the device.
+
+        Rounds end early when they have taken long enough.
+        """
+        repeats = self._warmed(compute)
+        self._cycles, self._sleep = self._cycles_now(), SHORTEST
+        found: list[float] = []
+        end_at = self._device.now() + SECONDS
+        with no_collection():
+            while len(found) < rounds and (len(found) < FEWEST or self._device.now() < end_at):
+                spent = self._round(compute, repeats)
+                if spent is not None:
+                    found.append(spent / repeats * 1e3)
+                elif self._sleep > LONGEST:
+                    break
+        return found if len(found) >= min(rounds, FEWEST) else []
+
+    def _warmed(self, compute: Compute) -> int:
+        """Run it until the clocks are up. Gives how often a round repeats it."""
+        for _ in range(WARM):
+            compute(nowhere)
+        self._device.synchronize()
+        begun = self._device.now()
+        compute(nowhere)
+        self._device.synchronize()
+        took = (self._device.now() - begun) * 1e3
+        repeats = max(1, min(MOST, int(SPAN / took))) if took else MOST
+        while self._device.now() < begun + WARMING:
+            for _ in range(repeats):
+                compute(nowhere)
+            self._device.synchronize()  # without it, the host could queue seconds of work
+        return repeats
+
+    def _cycles_now(self) -> float:
+        begin, end = self._device.event(), self._device.event()
+        begin.record()
+        self._device.sleep(SPIN)
+        end.record()
+        end.synchronize()
+        return SPIN / float(begin.elapsed_time(end))
+
+    def _round(self, compute: Compute, repeats: int) -> float | None:
+        """Milliseconds of the device; None where the host was not ahead, and the next sleep is longer."""
+        spent, ahead = 0.0, True
+        begin, begun = self._asleep()
+
+        def end() -> None:
+            nonlocal spent, ahead
+            ended = self._device.event()
+            ended.record()
+            ahead = not begin.query()
+            queueing = (self._device.now() - begun) * 1e3
+            ended.synchronize()
+            spent += begin.elapsed_time(ended)
+            if not ahead:
+                self._sleep = max(2 * self._sleep, 1.5 * queueing)
+
+        def cut() -> None:
+            nonlocal begin, begun
+            if ahead:
+                end()
+            if ahead:
+                begin, begun = self._asleep()
+
+        for _ in range(repeats):
+            compute(cut)
+        if ahead:
+            end()
+        return spent if ahead else None
+
+    def _asleep(self) -> tuple[Any, float]:
+        """The event at the end of a sleep that the device begins now, and the host's time of that."""
+        begun = self._device.now()
+        self._device.sleep(int(self._sleep * self._cycles))
+        begin = self._device.event()
+        begin.record()
+        return begin, begun
 
 
 # ---- one process
@@ -225,6 +368,7 @@ def one(name: str, rounds: int) -> None:
         from fuseboard.engine.decoder import QwenDecoder
 
         QwenDecoder(DECODER)  # loads much of torch; on the meta device
+    stopwatch = Stopwatch(Device())
     say(ready=applied.as_json())
 
     seconds = float(sys.stdin.readline())
@@ -235,7 +379,7 @@ def one(name: str, rounds: int) -> None:
             break
         del left[label]
         try:
-            say(label=label, **measure(*operation, rounds))
+            say(label=label, **measure(*operation, rounds, stopwatch))
         except (fb.RefusedError, fb.PolicyError) as error:  # a self-test that fails under the switch; no such kernel
             say(unmeasured=label, reason=str(error).strip().splitlines()[-1].strip())
     for label in left:
@@ -367,28 +511,73 @@ def measured(names: tuple[str, ...], rounds: int, seconds: float) -> Iterator[tu
                 child.end()
 
 
+def noise_of(first: Mapping[str, float | None], others: Iterable[Mapping[str, float | None]]) -> dict[str, float]:
+    """How far apart measurements of the same are, by operation: 0.01 is one percent.
+
+    Few that happen to agree prove little: it is no less than what half of all operations have.
+    """
+    apart: dict[str, float] = {}
+    for each in others:
+        for label, other in each.items():
+            one = first.get(label)
+            if one and other:
+                apart[label] = max(apart.get(label, 0.0), one / other - 1, other / one - 1)
+    usual = statistics.median(apart.values()) if apart else 0.0
+    return {label: max(each, usual) for label, each in apart.items()}
+
+
+def noise_between(children: Mapping[str, Child]) -> dict[str, float]:
+    """The noise by all that had to be the same: no switch, and what a switch left alone as it must."""
+    base = children[NONE].found
+    others = []
+    for name, child in children.items():
+        alike = base if name == AGAIN else CONCERNS.get(name, ())[-SPARED:]
+        others.append(
+            {
+                label: each["us"]
+                for label, each in child.found.items()
+                if label in alike and label in base and each["bits"] == base[label]["bits"]
+            }
+        )
+    return noise_of({label: each["us"] for label, each in base.items()}, others)
+
+
 def row_of(children: Mapping[str, Child], name: str, label: str) -> dict[str, Any]:
     """One operation under one switch, with its gain over no switch as far as that is known."""
     found, base, again = (children[each].found.get(label) for each in (name, NONE, AGAIN))
     assert found is not None
     row = {"switch": name, "operation": label, "us": found["us"], "error": found["error"]}
     if base is None:
-        return row | {"gain": None, "bits": "unknown", "error_without": None}
+        return row | {"gain": None, "noise": None, "bits": "unknown", "error_without": None}
     same = "same" if found["bits"] == base["bits"] else "changed"
     varies = again is not None and again["bits"] != base["bits"]
     return row | {
-        "gain": round(base["us"] / found["us"], 2),
+        "gain": round(base["us"] / found["us"], 4) if base["us"] and found["us"] else None,
+        "noise": noise_between(children).get(label),
         "bits": "varies" if varies else same,
         "error_without": base["error"],
     }
 
 
+def gain_of(row: Mapping[str, Any]) -> str:
+    """A ratio; marked where two measurements of the same are as far apart."""
+    gain, noise = row["gain"], row["noise"]
+    if row["us"] is None:
+        return HOSTS
+    if gain is None:
+        return ""
+    mark = "?" if noise is None else "~" if max(gain, 1 / gain) - 1 <= noise + ROUNDED else ""
+    return f"{gain:.2f}x{'' if row['switch'] in (NONE, AGAIN) else mark}"
+
+
+def errors_of(row: Mapping[str, Any]) -> tuple[str, str]:
+    without = row["error_without"]
+    return f"{row['error']:.1e}", "" if without is None else f"{without:.1e}"
+
+
 def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    gain, without = row["gain"], row["error_without"]
-    return (
-        f"{row['switch']}: {row['operation']}", f"{row['us']:,.1f}", "" if gain is None else f"{gain:.2f}x",
-        row["bits"], f"{row['error']:.1e}", "" if without is None else f"{without:.1e}",
-    )  # fmt: skip
+    us = "" if row["us"] is None else f"{row['us']:,.1f}"
+    return f"{row['switch']}: {row['operation']}", us, gain_of(row), row["bits"], *errors_of(row)
 
 
 def result_of(children: Mapping[str, Child], rounds: int) -> dict[str, Any]:
@@ -405,26 +594,78 @@ def result_of(children: Mapping[str, Child], rounds: int) -> dict[str, Any]:
         },
         "unmeasured": {name: child.unmeasured for name, child in children.items() if child.unmeasured},
         "failed": {name: child.failure for name, child in children.items() if child.failure},
-        "versions": versions(*PACKAGES),
+        "versions": {**versions(*PACKAGES), "CUDA": torch.version.cuda},
         "machine": machine(),
         "gpu": torch.cuda.get_device_name(),
         "rounds": rounds,
     }
 
 
-def render(result: dict[str, Any]) -> str:
-    """The table as text: every operation without switches, then what each switch could change."""
-    head = ("switch: operation", "us", "gain", "bits", "error", "without")
-    lines = [cells(row) for row in result["rows"]]
-    notes = [f"not measured: {name}, {reason}" for name, reason in result["refused"].items()]
-    notes += [
+def facts_of(result: Mapping[str, Any]) -> str:
+    return f"{result['gpu']}; {listed(result['versions'])}."
+
+
+def marks_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What the marks of these rows mean, and how large the noise is."""
+    shown = [gain_of(row) for row in rows]
+    noises = sorted({row["operation"]: row["noise"] for row in rows if row["noise"] is not None}.values())
+    lines = []
+    if noises:
+        lines.append(
+            "~: within the noise, no further from 1 than processes that had to take the same time are from each other, "
+            f"on this operation or on half of all, whichever is more: {noises[0]:.1%} to {noises[-1]:.1%}."
+        )
+    if any(each.endswith("?") for each in shown):
+        lines.append("?: not measured twice without a switch, so that its noise is not known.")
+    if HOSTS in shown:
+        lines.append(f"{HOSTS}: not timed, since the host's launches would have been in it.")
+    return lines
+
+
+def missing_of(result: Mapping[str, Any]) -> list[str]:
+    """What was not measured, and why, a line each."""
+    lines = [f"not measured: {name}, {reason}" for name, reason in result["refused"].items()]
+    lines += [
         f"not measured: {name}: {label}, {reason}"
         for name, each in result["unmeasured"].items()
         for label, reason in each.items()
     ]
-    notes += [f"failed: {name}, {reason}" for name, reason in result["failed"].items()]
-    facts = f"{result['gpu']}; {listed(result['versions'])}; {result['rounds']} rounds at most."
-    return "\n".join([aligned(head, lines), "", facts, *notes])
+    return lines + [f"failed: {name}, {reason}" for name, reason in result["failed"].items()]
+
+
+def render(result: Mapping[str, Any]) -> str:
+    """The table as text: every operation without switches, then what each switch could change."""
+    head = ("switch: operation", "us", "gain", "bits", "error", "without")
+    rows = result["rows"]
+    notes = [result["note"]] if "note" in result else []
+    last = f"{facts_of(result)} {result['rounds']} rounds at most."
+    return "\n".join([aligned(head, map(cells, rows)), "", last, *notes, *marks_of(rows), *missing_of(result)])
+
+
+def page(result: Mapping[str, Any]) -> str:
+    """The part of the documentation's page: what each switch could change; what it must not, in a sentence."""
+    rows = [row for row in result["rows"] if row["switch"] in CONCERNS]
+    could = [row for row in rows if row["operation"] not in CONCERNS[row["switch"]][-SPARED:]]
+    spared = [row for row in rows if row not in could]
+    touched = [f"{row['switch']}: {row['operation']}" for row in spared if row["bits"] != "same"]
+    lines = ["| switch | operation | gain | bits | error | without |", "|---|---|---|---|---|---|"]
+    lines += [f"| `{row['switch']}` | {' | '.join((row['operation'], *cells(row)[2:]))} |" for row in could]
+    alone = "their bits are the same" if not touched else f"of them changed or vary: {'; '.join(touched)}"
+    notes = [result["note"]] if "note" in result else []
+    notes += [f"{len(spared)} measurements of operations that a switch must leave alone: {alone}."]
+    facts = [facts_of(result), *notes, *marks_of(could), *missing_of(result)]
+    return "\n".join([*lines, "", *(f"* {each}" for each in facts)])
+
+
+def write_page(text: str) -> None:
+    """Put it between the page's markers."""
+    begin, end = "<!-- features: written by benchmarks/features.py --page -->\n", "<!-- end of features -->"
+    before, found, rest = PAGE.read_text(encoding="utf-8").partition(begin)
+    _, ended, after = rest.partition(end)
+    if not found or not ended:
+        msg = f"{PAGE.name} has no markers; expected {begin.strip()} and {end}."
+        raise SystemExit(msg)
+    PAGE.write_text(f"{before}{begin}\n{text}\n\n{end}{after}", encoding="utf-8")
 
 
 def main() -> int:
@@ -437,10 +678,20 @@ def main() -> int:
         default=LIMIT,
         help="what all of it may take: the rest is left out (default %(default)s)",
     )
+    parser.add_argument("--from", dest="earlier", type=Path, metavar="FILE", help="measure nothing: show that JSON")
+    parser.add_argument("--page", action="store_true", help=f"write the table into docs/{PAGE.name}")
     parser.add_argument("--one", metavar="SWITCH", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         one(options.one, options.rounds)
+        return 0
+
+    if options.earlier:
+        result = json.loads(options.earlier.read_text(encoding="utf-8"))
+        keep(options, "features", result, render(result))
+        if options.page:
+            write_page(page(result))
+        print(render(result))
         return 0
 
     began = time.monotonic()
@@ -454,7 +705,6 @@ def main() -> int:
     from fuseboard.engine.features import SWITCHES
 
     rounds = 2 if options.quick else options.rounds
-    result: dict[str, Any] = {}
     seconds = options.seconds - (time.monotonic() - began)
     for children, child, label in measured((NONE, AGAIN, *SWITCHES), rounds, seconds):
         if label:
@@ -463,6 +713,8 @@ def main() -> int:
         print(f"{child.name}: {child.outcome()}", flush=True)
         result = result_of(children, rounds)
         keep(options, "features", result, render(result))
+    if options.page:
+        write_page(page(result))
     print(f"\n{render(result)}\n{time.monotonic() - began:.0f} s in all")
     return 1 if result["failed"] else 0
 

@@ -554,7 +554,7 @@ def test_what_the_page_has_a_host_do_runs():
 
 
 def test_the_page_names_every_switch_with_its_effect_of_one_line():
-    page = (ROOT / "docs" / "features.md").read_text()
+    page = (ROOT / "docs" / "features.md").read_text().partition("## What each is worth")[0]
 
     assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(SWITCHES)
 

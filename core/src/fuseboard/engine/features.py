@@ -31,7 +31,7 @@ import attrs
 
 from fuseboard.errors import FuseboardError
 
-__all__ = ["ALL", "SWITCHES", "Applied", "FeatureError", "Switch", "apply", "describe", "report", "restored"]
+__all__ = ["ALL", "SWITCHES", "Applied", "FeatureError", "Seen", "Switch", "apply", "describe", "report", "restored"]
 
 log = logging.getLogger("fuseboard")
 
@@ -59,6 +59,29 @@ class FeatureError(FuseboardError, ValueError):
 
 
 @attrs.frozen
+class Seen:
+    """What a switch did to bits on one device. Another device or version may take other kernels.
+
+    Attributes:
+        changed: The kinds of operation that it changed; empty for none.
+        tried: What it could have changed and did not; empty where it changed some.
+        device: The device, by torch's name for it.
+        torch: torch's version.
+        cuda: The version of CUDA that torch was built with.
+    """
+
+    changed: tuple[str, ...] = ()
+    tried: str = ""
+    device: str = "NVIDIA H200"
+    torch: str = "2.11.0"
+    cuda: str = "13.0"
+
+    def __str__(self) -> str:
+        what = f"other bits in {' and '.join(self.changed)}" if self.changed else f"the same bits in {self.tried}"
+        return f"Seen on one {self.device}, torch {self.torch}, CUDA {self.cuda}: {what}"
+
+
+@attrs.frozen
 class Switch:
     """One switch of the whole process.
 
@@ -66,7 +89,8 @@ class Switch:
         name: What `apply` takes and `report` gives.
         sets: Values by the attribute or getter of torch that has them.
         devices: Where it has an effect.
-        effect: What it does to results, in words.
+        may: What it may do to results, in words.
+        seen: What it did on one device.
         link: Where torch describes it.
         since: The first torch that has it; empty for all that fuseboard supports.
         speeds_up: Whether `all` has it. The others give back precision that torch trades for speed by itself.
@@ -78,13 +102,19 @@ class Switch:
     name: str
     sets: Mapping[str, bool]
     devices: str
-    effect: str
+    may: str
+    seen: Seen
     link: str
     since: str = ""
     speeds_up: bool = True
     rounds_only: bool = True
     default: bool = False
     without: str = ""
+
+    @property
+    def effect(self) -> str:
+        """What it may do to results, and what it was seen to do."""
+        return f"{self.may} {self.seen}."
 
     @property
     def assignment(self) -> str:
@@ -139,6 +169,7 @@ _BENCHMARK = "torch.backends.cudnn.benchmark"
 _FP16_REDUCTION = "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction"
 _BF16_REDUCTION = "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction"
 _MATH = "torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed"
+_HALVES = "all 12 fp16 and bf16 products tried"
 
 SWITCHES: dict[str, Switch] = {
     each.name: each
@@ -149,8 +180,9 @@ SWITCHES: dict[str, Switch] = {
             since="2.7",
             rounds_only=False,
             devices="CUDA",
-            effect="fp16 matrix products add up in fp16 instead of fp32: fewer correct digits, and a partial "
+            may="fp16 matrix products add up in fp16 instead of fp32: fewer correct digits, and a partial "
             "sum beyond 65504 overflows.",
+            seen=Seen(changed=("float16 products",)),
             link=f"{_NOTES}#full-fp16-accmumulation-in-fp16-gemms",
         ),
         Switch(
@@ -158,24 +190,27 @@ SWITCHES: dict[str, Switch] = {
             sets={_TF32: True},
             rounds_only=False,
             devices="CUDA 8.0+",
-            effect="fp32 matrix products read their inputs with 10 bits of mantissa instead of 23, those inside "
+            may="fp32 matrix products read their inputs with 10 bits of mantissa instead of 23, those inside "
             "the math kernel of torch's attention too. Convolutions are left alone: their default is TF32 already.",
+            seen=Seen(changed=("float32 products", "math attention")),
             link=f"{_NOTES}#tensorfloat-32-tf32-on-ampere-and-later-devices",
         ),
         Switch(
             name="cudnn_benchmark",
             sets={_BENCHMARK: True},
             devices="CUDA",
-            effect="cuDNN times its convolution algorithms for each new shape and keeps the fastest: another one may "
+            may="cuDNN times its convolution algorithms for each new shape and keeps the fastest: another one may "
             "win on the next start, with other last bits. Each new length is a new search, and takes memory.",
+            seen=Seen(tried="all 3 convolutions tried"),
             link=f"{_BACKENDS}#torch.backends.cudnn.torch.backends.cudnn.benchmark",
         ),
         Switch(
             name="reduced_precision",
             sets={_FP16_REDUCTION: True, _BF16_REDUCTION: True},
             devices="CUDA",
-            effect="Partial sums of fp16 and bf16 matrix products may be added in that dtype. It is torch's own "
-            "default: no bit changes unless somebody turned it off; asked for, it is listed.",
+            may="Permits cuBLAS to add partial sums of fp16 and bf16 matrix products in that dtype. It is torch's own "
+            "default: nothing changes unless somebody turned it off; asked for, it is listed.",
+            seen=Seen(tried=_HALVES),
             link=f"{_NOTES}#reduced-precision-reduction-in-fp16-gemms",
             default=True,
             without="no_reduced_precision",
@@ -184,8 +219,9 @@ SWITCHES: dict[str, Switch] = {
             name="no_reduced_precision",
             sets={_FP16_REDUCTION: False, _BF16_REDUCTION: False},
             devices="CUDA",
-            effect="Partial sums of fp16 and bf16 matrix products are added in fp32: closer to the exact result than "
-            "torch's default, and slower where a product is split along its inner dimension.",
+            may="Forbids cuBLAS to add partial sums of fp16 and bf16 matrix products in that dtype: they are added in "
+            "fp32. No bit changes where it takes the same kernel either way.",
+            seen=Seen(tried=_HALVES),
             link=f"{_NOTES}#reduced-precision-reduction-in-fp16-gemms",
             speeds_up=False,
             without="reduced_precision",
@@ -194,8 +230,9 @@ SWITCHES: dict[str, Switch] = {
             name="math_reduction",
             sets={_MATH: True},
             devices="CPU, CUDA",
-            effect="The math kernel of torch's attention computes fp16 and bf16 in that dtype instead of fp32, on the "
+            may="The math kernel of torch's attention computes fp16 and bf16 in that dtype instead of fp32, on the "
             "CPU too, whatever torch's name for it says.",
+            seen=Seen(changed=("math attention",)),
             link=f"{_BACKENDS}#torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp",
         ),
     )
