@@ -48,7 +48,6 @@ def made(dtype=torch.float16, **given):
         name: (torch.randn(each.shape, generator=generator) * (0.2 if each.dim() > 1 else 1.0)).to(dtype)
         for name, each in decoder.named_parameters()
     })
-    decoder.exact_glue = True
     return decoder
 
 
@@ -247,7 +246,7 @@ def test_the_cpu_has_torch_s_kernels_and_the_report_says_so() -> None:
     decoder = QwenDecoder(SHAPE)
     decoder.load({name: torch.ones(each.shape) for name, each in decoder.named_parameters()}, dtype=torch.bfloat16)
 
-    assert decoder.report()["exact_glue"] == "not asked for"
-    decoder.exact_glue = True
     assert decoder.report()["exact_glue"] == "not for cpu"
+    decoder.exact_glue = False
+    assert decoder.report()["exact_glue"] == "not asked for"
     assert exact_for(torch.device("cpu"), torch.float16, DecoderConfig.of(SHAPE)) == "not for cpu"

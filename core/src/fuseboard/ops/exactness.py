@@ -124,7 +124,7 @@ ENGINE: tuple[tuple[str, Row], ...] = (
         "fuseboard.engine.decoder.exact_glue:ExactGlue",
         Row(
             "exact glue", NOTHING, "norms, rotation and gate of a one-token step in fewer launches, where a trial on "
-            "the device gives torch's bits", on=False, ask="`decoder.exact_glue = True`",
+            "the device gives torch's bits", on=True, ask="by itself; off by `decoder.exact_glue = False`",
             reported="`QwenDecoder.report()`: `exact_glue`",
         ),
     ),

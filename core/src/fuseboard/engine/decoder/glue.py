@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["Glue", "glue_for"]
 
 _BLOCK = 1024
-_ROWS = 8
+_ROWS = 3
+"""Each row more takes `product` a quarter of the first one's time, and cuBLAS nothing."""
 _TILE = 16384
 """How many weights a program of `product` holds in registers."""
 _COLUMNS = 16
@@ -43,6 +44,7 @@ class Glue:
 
     Attributes:
         products: Whether matrix products of a few rows are made by them too, with norm, gate and residual inside.
+        early: Whether each begins before the kernel before it has ended, which hides most of a launch.
     """
 
     _add_norm: Launcher
@@ -50,13 +52,16 @@ class Glue:
     _silu_mul: Launcher
     _product: Launcher
     products: bool = False
+    early: bool = False
 
     @classmethod
-    def of(cls, kernels: Any, products: bool) -> Glue:
+    def of(cls, kernels: Any, products: bool, early: bool) -> Glue:
         """Of the module that has them."""
+        how = {"launch_pdl": True} if early else {}
         return cls(
-            Launcher(kernels.add_norm, num_warps=4), Launcher(kernels.put_heads, num_warps=1),
-            Launcher(kernels.silu_mul, num_warps=4), Launcher(kernels.product, num_warps=8), products,
+            Launcher(kernels.add_norm, num_warps=4, **how), Launcher(kernels.put_heads, num_warps=1, **how),
+            Launcher(kernels.silu_mul, num_warps=4, **how), Launcher(kernels.product, num_warps=8, **how), products,
+            early,
         )  # fmt: skip
 
     def multiplies(self, rows: int) -> bool:
@@ -85,7 +90,7 @@ class Glue:
         self._product(
             (-(-tall // block), 1), x, x if norm is None else norm.weight, linear.weight, x if bias is None else bias,
             x if add is None else add, out, wide, tall, 0.0 if norm is None else norm.eps, rows, norm is not None,
-            gated, add is not None, bias is not None, block, whole,
+            gated, add is not None, bias is not None, block, whole, self.early,
         )  # fmt: skip
         return out
 
@@ -95,7 +100,7 @@ class Glue:
         total = hidden if delta is None else torch.empty_like(hidden)
         self._add_norm(
             (hidden.shape[0], 1), hidden, hidden if delta is None else delta, norm.weight, total, out, norm.size,
-            norm.eps, delta is not None, power_of_two(norm.size),
+            norm.eps, delta is not None, power_of_two(norm.size), self.early,
         )  # fmt: skip
         return total, out
 
@@ -117,7 +122,7 @@ class Glue:
         self._put_heads(
             (qkv.shape[0], heads + 2 * kv_heads), qkv, *weights, step.cos, step.sin, step.positions, q, keys, values,
             0.0 if norms is None else norms[0].eps, place.size, keys.stride(0), keys.stride(1), keys.stride(2),
-            heads, kv_heads, dim, power_of_two(dim), norms is not None,
+            heads, kv_heads, dim, power_of_two(dim), norms is not None, self.early,
         )  # fmt: skip
         return q
 
@@ -126,7 +131,7 @@ class Glue:
         size = gate_up.shape[1] // 2
         out = gate_up.new_empty(gate_up.shape[0], size)
         grid = (gate_up.shape[0], -(-size // _BLOCK))
-        self._silu_mul(grid, gate_up, out, size, _BLOCK)
+        self._silu_mul(grid, gate_up, out, size, _BLOCK, self.early)
         return out
 
 
@@ -145,8 +150,19 @@ class Turn:
     sin: Tensor
 
 
-def glue_for(device: torch.device, dtype: torch.dtype, config: DecoderConfig, *, products: bool) -> Glue | str:
-    """The kernels, or why they cannot be used there. Tried once for each argument, which waits for the device."""
+def glue_for(
+    device: torch.device, dtype: torch.dtype, config: DecoderConfig, *, products: bool, early: bool
+) -> Glue | str:
+    """The kernels, or why they cannot be used there. Tried once for each argument, which waits for the device.
+
+    Args:
+        device: Where.
+        dtype: Of weights and numbers.
+        config: For its sizes.
+        products: Matrix products too.
+        early: Begin before the kernel before has ended, where device and Triton can: no kernel that directly precedes
+            one of these may then write a weight that it reads.
+    """
     sizes = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
     return _tried(
         device,
@@ -157,13 +173,14 @@ def glue_for(device: torch.device, dtype: torch.dtype, config: DecoderConfig, *,
         config.qk_norm,
         config.rms_norm_eps,
         products,
+        early,
     )
 
 
 @functools.cache
 def _tried(
     device: torch.device, dtype: torch.dtype, wide: int, inner: int, heads: int, kv_heads: int, dim: int, qk_norm: bool,
-    eps: float, products: bool,
+    eps: float, products: bool, early: bool,
 ) -> Glue | str:  # fmt: skip
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"its kernels do not compute {dtype}"
@@ -177,7 +194,7 @@ def _tried(
         widest = max(wide, inner, heads * dim)
         if products and power_of_two(widest) > _TILE:
             return f"its products have at most {_TILE} columns, and there are {widest}; ask for glue without products"
-        glue = Glue.of(kernels, products)
+        glue = Glue.of(kernels, products, early and kernels.LAUNCHES_EARLY and _can_launch_early(device))
         with on(device), torch.inference_mode(mode=False), torch.no_grad():
             # Twice: the second time compiled kernels are launched by themselves.
             for _ in range(2 if device.type == "cuda" else 1):
@@ -189,6 +206,11 @@ def _tried(
             raise
         return f"its kernels failed: {first_line(error)}"
     return f"its {wrong} differs from the formula's on this device" if wrong else glue
+
+
+def _can_launch_early(device: torch.device) -> bool:
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @attrs.define

@@ -2,6 +2,10 @@
 
 They round where torch's kernels round: a sum or a product of two low numbers is made in fp32 and brought down at once,
 so that what is left to differ is the order in which a norm's squares are added, and the exponential's last bit.
+
+With `EARLY` a kernel begins while the one before it in the stream still runs: what it reads until `gdc_wait` is weights
+alone, and nothing that others wrote is read, and nothing written, before that one has ended (CUDA's programmatic
+dependent launch, https://docs.nvidia.com/cuda/cuda-c-programming-guide/#programmatic-dependent-launch-and-synchronization).
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, misc"
@@ -14,15 +18,25 @@ from typing import Any
 
 triton: Any = importlib.import_module("triton")
 tl: Any = importlib.import_module("triton.language")
+cuda: Any = importlib.import_module("triton.language.extra.cuda")
 
-__all__ = ["add_norm", "product", "put_heads", "silu_mul"]
+__all__ = ["LAUNCHES_EARLY", "add_norm", "product", "put_heads", "silu_mul"]
+
+LAUNCHES_EARLY = hasattr(cuda, "gdc_wait")
+"""Whether this Triton knows of it."""
 
 
 @triton.jit
-def add_norm(hidden, delta, weight, total, out, size, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+def add_norm(
+    hidden, delta, weight, total, out, size, eps, ADD: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     real = at < size
+    w = tl.load(weight + at, mask=real, other=0.0)
+    if EARLY:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
     x = tl.load(hidden + row * size + at, mask=real, other=0.0)
     if ADD:
         more = tl.load(delta + row * size + at, mask=real, other=0.0)
@@ -31,7 +45,6 @@ def add_norm(hidden, delta, weight, total, out, size, eps, ADD: tl.constexpr, BL
     wide = x.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / size + eps)
     normal = (wide * scale).to(x.dtype)
-    w = tl.load(weight + at, mask=real, other=0.0)
     tl.store(out + row * size + at, (normal.to(tl.float32) * w.to(tl.float32)).to(x.dtype), mask=real)
 
 
@@ -39,7 +52,11 @@ def add_norm(hidden, delta, weight, total, out, size, eps, ADD: tl.constexpr, BL
 def put_heads(
     qkv, q_weight, k_weight, cos, sin, positions, q_out, keys, values, eps, slots, by_row, by_head, by_slot,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     at = tl.arange(0, BLOCK)
@@ -78,7 +95,10 @@ def put_heads(
 
 
 @triton.jit
-def silu_mul(gate_up, out, size, BLOCK: tl.constexpr):
+def silu_mul(gate_up, out, size, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = at < size
@@ -93,7 +113,10 @@ def silu_mul(gate_up, out, size, BLOCK: tl.constexpr):
 def product(
     x, norm, weight, bias, add, out, wide, tall, eps, ROWS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
     ADD: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        cuda.gdc_launch_dependents()
     # All of a few output columns' weights at once, so that enough loads are under way to keep memory busy.
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     k = tl.arange(0, WIDE)
@@ -105,6 +128,8 @@ def product(
         upper = tl.load(weight + tl.cast(tall, tl.int64) * wide + place, mask=inside, other=0.0)
     if NORM:
         scales = tl.load(norm + k, mask=real, other=0.0)
+    if EARLY:  # by now the weights are on their way
+        cuda.gdc_wait()
     for row in tl.static_range(ROWS):
         v = tl.load(x + row * wide + k, mask=real, other=0.0)
         if NORM:

@@ -68,8 +68,7 @@ class QwenDecoder(Loading):
         pad: What a row that has ended is filled with.
         fused: Whether `fuse` was called.
         exact_glue: Whether steps of one token may use kernels that do several elementwise operations at once, with
-            torch's bits, where a trial on the device finds them so. No number depends on it. Off unless set, until
-            it has been measured on a GPU.
+            torch's bits, where a trial on the device finds them so. No number depends on it.
     """
 
     def __init__(self, config: Any, *, ignore: Collection[str] = ()) -> None:
@@ -87,7 +86,7 @@ class QwenDecoder(Loading):
         self.eos = config.eos
         self.pad = config.pad
         self.fused = False
-        self.exact_glue = False
+        self.exact_glue = True
         self._exact: ExactGlue | None = None
         self._no_exact_glue: str | None = None
         self._graphs: bool | str = True
@@ -122,8 +121,8 @@ class QwenDecoder(Loading):
         Args:
             glue: Also make norms, rotation and gate three Triton kernels a layer in steps over a fixed cache, where a
                 trial on the device finds them right; `report()["glue"]` says what became of it.
-            products: With the glue, also make the matrix products of up to 8 rows by a Triton kernel that has norm,
-                gate and residual inside.
+            products: With the glue, also make the matrix products of up to 3 rows by a Triton kernel that has norm,
+                gate and residual inside; of more, cuBLAS is faster.
 
         Raises:
             RuntimeError: It is being trained, its weights want gradients, or no weights are loaded.
@@ -205,7 +204,10 @@ class QwenDecoder(Loading):
     def glue(self) -> Glue | str:
         """The kernels that `fuse(glue=True)` asked for, or why there are none."""
         asked, products = self._glue
-        return glue_for(self.device, self.dtype, self.config, products=products) if asked else "not asked for"
+        if not asked:
+            return "not asked for"
+        # Streamed weights are written between the kernels that read them.
+        return glue_for(self.device, self.dtype, self.config, products=products, early=not self.streamed)
 
     @property
     def graphs(self) -> bool | str:
