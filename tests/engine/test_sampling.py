@@ -269,6 +269,17 @@ def test_odd_logits_raise_where_generate_raises(value):
     assert str(ours.value) == str(theirs.value)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("given", [{}, {"suppress_tokens": (5,)}, {"repetition_penalty": 1.3}])
+def test_greedy_ids_of_low_logits_are_those_of_float32_where_many_are_equal(dtype, given):
+    sampler = Sampler(do_sample=False, **given)
+    ids = torch.arange(8).view(4, 2)
+    logits = torch.randint(-3, 4, (4, 64), generator=torch.Generator().manual_seed(0)).to(dtype)
+    low, wide = (sampler(each, sampler.start(ids, 64)) for each in (logits, logits.float()))
+
+    assert torch.equal(low, wide)
+
+
 def test_greedy_takes_nan_for_the_most_probable_as_generate_does():
     sampler = Sampler(do_sample=False)
     state = sampler.start(torch.zeros(1, 1, dtype=torch.int64), 3)

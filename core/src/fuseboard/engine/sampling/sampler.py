@@ -201,14 +201,7 @@ class Sampler:
         Raises:
             InputError: The logits' shape is not that of the state.
         """
-        batch = state.finished.shape[0]
-        if logits.dim() not in (2, 3) or (logits.shape[0], logits.shape[-1]) != (batch, state.vocab):
-            msg = (
-                f"logits has shape {tuple(logits.shape)}; expected (batch, vocab) = ({batch}, {state.vocab}), "
-                "or (batch, length, vocab)."
-            )
-            raise InputError("logits", msg)
-        scores = (logits.detach() if logits.dim() == 2 else logits.detach()[:, -1]).float()  # noqa: PLR2004
+        scores = _last(logits, state).float()
         if state.seen is not None:
             scores = repetition_penalty_seen(scores, state.seen, self.repetition_penalty)
         blocked = self._blocked(state)
@@ -236,11 +229,12 @@ class Sampler:
         Raises:
             InputError: The logits' shape is not that of the state.
         """
-        scores = self.scores(logits, state)
         if self.do_sample:
-            ids = multinomial1(scores.softmax(dim=-1), state.generator, invalid=state.invalid)
-        else:
-            ids = scores.argmax(dim=-1, keepdim=True)
+            ids = multinomial1(self.scores(logits, state).softmax(dim=-1), state.generator, invalid=state.invalid)
+        elif self._processes(state):
+            ids = self.scores(logits, state).argmax(dim=-1, keepdim=True)
+        else:  # in float32 they would have the same order, and the same ties
+            ids = _last(logits, state).argmax(dim=-1, keepdim=True)
         state.count.add_(1)
         if self.eos_token_id:
             # The end is looked up before the padding is put in: that need not be an id of the vocabulary.
@@ -250,6 +244,11 @@ class Sampler:
         if state.seen_and_beyond is not None:
             state.seen_and_beyond.scatter_(1, ids.clamp(max=state.vocab), True)
         return ids
+
+    def _processes(self, state: State) -> bool:
+        """Whether a greedy step's scores are anything but the logits."""
+        ends = self.min_new_tokens and self.eos_token_id
+        return bool(state.seen is not None or "suppress" in state.masks or self.begin_suppress_tokens or ends)
 
     def _blocked(self, state: State) -> Tensor | None:
         """The ids that cannot be drawn in this step. The processors that say so follow each other: one mask for all."""
@@ -315,3 +314,15 @@ class Sampler:
 def _is_set(name: str, value: Any) -> bool:
     # An id, a min_p and a top_p may be 0; a top_k and a count of tokens at 0 are off.
     return bool(value) or (value is not None and name in ("pad_token_id", "min_p", "top_p"))
+
+
+def _last(logits: Tensor, state: State) -> Tensor:
+    """The last position's, `(batch, vocab)`."""
+    batch = state.finished.shape[0]
+    if logits.dim() not in (2, 3) or (logits.shape[0], logits.shape[-1]) != (batch, state.vocab):
+        msg = (
+            f"logits has shape {tuple(logits.shape)}; expected (batch, vocab) = ({batch}, {state.vocab}), "
+            "or (batch, length, vocab)."
+        )
+        raise InputError("logits", msg)
+    return logits.detach() if logits.dim() == 2 else logits.detach()[:, -1]  # noqa: PLR2004
