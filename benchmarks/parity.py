@@ -17,6 +17,7 @@ import copy
 import json
 import pathlib
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,8 @@ from decision.accelerated import accelerate
 from decision.answers import Question, collate
 from decision.heads import marked
 from decision.model import DecisionModel
+
+from fuseboard_tilelang.warm import needed, warm
 
 COUNTS = {"choice": 48, "noul": 180, "score": 60}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -133,7 +136,15 @@ def measure(args: argparse.Namespace, name: str, device: torch.device) -> list[d
     asked = questions(counts, wide.config.vocab_size, args.seed)
     made = batches(asked, wide, device)
     runs = {"fp32": wide, "stock": low, "fast": accelerate(low)}
-    given = {each: probabilities(run, asked, made) for each, run in runs.items()}
+    begun = time.monotonic()
+    jobs = needed(lambda: [runs["fast"](*batch) for _, batch in made])
+    missing = [why for why in warm(jobs, target="c" if device.type == "cpu" else None) if why]
+    print(f"{name}: {len(jobs)} kernels in {time.monotonic() - begun:.0f} s", *missing, flush=True)
+    given = {}
+    for each, run in runs.items():
+        begun = time.monotonic()
+        given[each] = probabilities(run, asked, made)
+        print(f"{name}: {len(asked)} questions by {each} in {time.monotonic() - begun:.1f} s", flush=True)
     return [{"dtype": name, **row} for row in compared(asked, given)]
 
 

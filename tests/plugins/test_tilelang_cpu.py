@@ -32,7 +32,7 @@ from fuseboard_tilelang import (
 )
 from fuseboard_tilelang import compile as compiling
 from fuseboard_tilelang.attn import OPEN
-from fuseboard_tilelang.warm import Job, warm
+from fuseboard_tilelang.warm import Job, needed, warm
 
 SITE = fb.Site("tests.tilelang.cpu")
 CLOSE, CLOSE_ROPE = 2e-5, 2e-6
@@ -454,3 +454,24 @@ def test_the_installed_backend_is_listed_and_works() -> None:
 
     assert registry.current().resolve("tilelang") is not None
     assert not found["tilelang"].refusals
+
+
+def test_what_a_call_needs_is_gathered_without_running_it() -> None:
+    x, weight, residual = torch.randn(5, 33), torch.randn(31, 33), torch.ones(5, 33)
+
+    def call() -> None:
+        for _ in range(2):
+            ops.gemm(x, weight, act="gelu")
+        ops.gemm(x, weight)
+        ops.add_ln(residual, x, torch.ones(33))
+
+    jobs = needed(call)
+
+    assert [(job[0], job[1]) for job in jobs] == [(gemm_kernel, (31, 33))] * 2 + [(add_ln_kernel, (33,))]
+    assert [job[2]["act"] for job in jobs[:2]] == ["gelu", "none"]
+    assert torch.equal(residual, torch.ones(5, 33))
+    with pytest.raises(ValueError, match=r"expected torch\.float32"):
+        needed(lambda: ops.gemm(x.half(), weight.half()))
+    assert warm(jobs, target="c") == [None] * 3
+    call()
+    assert torch.equal(residual, 1 + x)

@@ -6,6 +6,8 @@ bfloat16 and float16 on a GPU; on the CPU float32, by the CPU form. The first ca
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 from fuseboard_tilelang import _configs
 from fuseboard_tilelang.add_ln import add_ln_kernel
 from fuseboard_tilelang.attn import OPEN, attn_kernel
-from fuseboard_tilelang.compile import Compiled, compile_cpu, compile_gpu, target_of
+from fuseboard_tilelang.compile import compile_cpu, compile_gpu, target_of
 from fuseboard_tilelang.geglu import gemm_geglu_kernel
 from fuseboard_tilelang.gemm import gemm_kernel
 from fuseboard_tilelang.rope import rope_kernel
@@ -23,6 +25,8 @@ __all__ = ["add_ln", "attention", "geglu", "gemm", "rope_"]
 
 LOG2E = math.log2(math.e)
 _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+gathered: ContextVar[list[Any] | None] = ContextVar("gathered", default=None)
+"""While it has a list, kernels are noted there and not run: `warm.needed`."""
 _targets: dict[torch.device, str] = {}
 
 
@@ -234,10 +238,18 @@ def _gemm_config(kernel: str, x: Tensor, n: int) -> _configs.Config | None:
     return _configs.gemm_config(kernel, x.shape[0], n, cpu=False) if x.is_cuda else None
 
 
-def _kernel(x: Tensor, factory: Any, *sizes: int | None, **options: Any) -> Compiled:
+def _kernel(x: Tensor, factory: Any, *sizes: int | None, **options: Any) -> Callable[..., Any]:
+    jobs = gathered.get()
+    if jobs is not None:
+        jobs.append((factory, sizes, {**options, "dtype": _NAMES[x.dtype]} if x.is_cuda else options))
+        return _nothing
     if not x.is_cuda:
         return compile_cpu(factory, *sizes, **options)
     target = _targets.get(x.device)
     if target is None:
         target = _targets[x.device] = target_of(x.device)
     return compile_gpu(factory, *sizes, target=target, dtype=_NAMES[x.dtype], **options)
+
+
+def _nothing(*_arguments: Any) -> None:
+    """In the place of a kernel that is only gathered."""

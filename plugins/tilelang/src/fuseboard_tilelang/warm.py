@@ -5,16 +5,32 @@ from __future__ import annotations
 import concurrent.futures
 import multiprocessing
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from fuseboard_tilelang import ops
 from fuseboard_tilelang._tile import Factory
 from fuseboard_tilelang.compile import compile_cpu, compile_gpu, target_of
 
-__all__ = ["Job", "warm"]
+__all__ = ["Job", "needed", "warm"]
 
 Job: TypeAlias = "tuple[Factory, Sequence[int | None], Mapping[str, Any]]"
 """A factory, its sizes, its options."""
+
+
+def needed(call: Callable[[], Any]) -> list[Job]:
+    """The kernels that a function calls through `ops`, each once. It is run, and its kernels are not: no number counts.
+
+    Args:
+        call: Such as `lambda: model(batch)`, on the device that is meant.
+    """
+    jobs: list[Job] = []
+    token = ops.gathered.set(jobs)
+    try:
+        call()
+    finally:
+        ops.gathered.reset(token)
+    return list({(job[0], tuple(job[1]), tuple(sorted(job[2].items()))): job for job in jobs}.values())
 
 
 def warm(
