@@ -15,8 +15,8 @@ import torch
 
 from fuseboard.engine.decoder import QwenDecoder
 from fuseboard.engine.decoder.config import DecoderConfig
-from fuseboard.engine.decoder.exact_glue import exact_for
-from fuseboard.engine.decoder.launch import Launcher
+from fuseboard.engine.decoder.kernels.exact import exact_for
+from fuseboard.engine.decoder.kernels.launch import Launcher
 
 SHAPE = {
     "model_type": "qwen3", "vocab_size": 64, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
@@ -31,8 +31,8 @@ def run(body: str) -> str:
 import copy, pickle, warnings
 import torch
 from fuseboard.engine.decoder import QwenDecoder
-from fuseboard.engine.decoder import exact_glue
-from fuseboard.engine.decoder.launch import Launcher
+from fuseboard.engine.decoder.kernels import exact as exact_glue
+from fuseboard.engine.decoder.kernels.launch import Launcher
 
 warnings.simplefilter("ignore")
 SHAPE = %r

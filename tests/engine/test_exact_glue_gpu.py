@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fuseboard.engine.decoder import QwenDecoder
 from fuseboard.engine.decoder.config import DecoderConfig
-from fuseboard.engine.decoder.exact_glue import ExactGlue, exact_for
+from fuseboard.engine.decoder.kernels.exact import ExactGlue, exact_for
+from fuseboard.engine.decoder.kernels.launch import Launcher
 from fuseboard.engine.decoder.kv_cache import as_one
-from fuseboard.engine.decoder.launch import Launcher
 from fuseboard.engine.decoder.norms import upcast_norm
 from fuseboard.engine.decoder.rope import rotate
 from fuseboard.engine.decoder.steps import DecoderSteps

@@ -408,7 +408,7 @@ def test_glue_is_not_asked_for_by_itself_and_says_why_it_is_not_used() -> None:
 GLUED = """
 import torch
 from tests_whole_step import LENGTH, SHAPES, made, prompts
-from fuseboard.engine.decoder.glue import Glue
+from fuseboard.engine.decoder.kernels.glue import Glue
 
 for dtype, products in ((torch.float32, True), (torch.float16, False), (torch.float16, True)):
     for name in ("qwen2", "sliding after the first"):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fuseboard as fb
 from fuseboard.engine.decoder import QwenDecoder
 from fuseboard.engine.decoder.fixed import FixedCache
-from fuseboard.engine.decoder.glue import Glue
+from fuseboard.engine.decoder.kernels.glue import Glue
 from fuseboard.engine.decoder.layers import reference
 from fuseboard.engine.decoder.whole_step import WholeSteps
 from fuseboard.engine.graphs import Graphs

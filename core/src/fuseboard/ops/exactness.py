@@ -121,7 +121,7 @@ ENGINE: tuple[tuple[str, Row], ...] = (
         ),
     ),
     (
-        "fuseboard.engine.decoder.exact_glue:ExactGlue",
+        "fuseboard.engine.decoder.kernels.exact:ExactGlue",
         Row(
             "exact glue", NOTHING, "norms, rotation and gate of a one-token step in fewer launches, where a trial on "
             "the device gives torch's bits", on=True, ask="by itself; off by `decoder.exact_glue = False`",

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from fuseboard.engine.decoder.generation import check_ids
-from fuseboard.engine.decoder.glue import Glue, Turn
-from fuseboard.engine.decoder.launch import on
+from fuseboard.engine.decoder.kernels.glue import Glue, Turn
+from fuseboard.engine.decoder.kernels.launch import on
 from fuseboard.engine.decoder.layers import Given
 from fuseboard.errors import InputError
 from fuseboard.masks import MaskInfo
 
 if TYPE_CHECKING:
-    from fuseboard.engine.decoder.exact_glue import ExactGlue
+    from fuseboard.engine.decoder.kernels.exact import ExactGlue
     from fuseboard.engine.decoder.kv_cache import KVCache
     from fuseboard.engine.decoder.model import QwenDecoder
 

@@ -19,7 +19,7 @@ from fuseboard.masks import MaskInfo
 from fuseboard.site import Site
 
 if TYPE_CHECKING:
-    from fuseboard.engine.decoder.exact_glue import ExactGlue
+    from fuseboard.engine.decoder.kernels.exact import ExactGlue
 
 __all__ = ["FULL", "SITES", "SLIDING", "Given", "Layer", "packs_queries", "reference"]
 

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from fuseboard.engine.decoder import fixed
 from fuseboard.engine.decoder.config import DecoderConfig
-from fuseboard.engine.decoder.exact_glue import ExactGlue, exact_for
 from fuseboard.engine.decoder.fixed import FixedCache
 from fuseboard.engine.decoder.generation import Chooser, Draw, Token, check_ids, steps
-from fuseboard.engine.decoder.glue import Glue, glue_for
+from fuseboard.engine.decoder.kernels.exact import ExactGlue, exact_for
+from fuseboard.engine.decoder.kernels.glue import Glue, glue_for
 from fuseboard.engine.decoder.kv_cache import KVCache, RealKeys
 from fuseboard.engine.decoder.layers import SITES, Given, Layer, packs_queries
 from fuseboard.engine.decoder.loading import Loading

@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from fuseboard.engine.decoder.exact_glue import ExactGlue
+    from fuseboard.engine.decoder.kernels.exact import ExactGlue
 
 __all__ = ["RMSNorm", "fused_norm_exact", "upcast_norm"]
 

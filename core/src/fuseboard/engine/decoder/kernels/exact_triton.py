@@ -1,4 +1,4 @@
-"""The Triton kernels of `exact_glue`. Importing this imports Triton.
+"""The Triton kernels of `exact`. Importing this imports Triton.
 
 They do what torch's elementwise kernels do one after the other: each operation in fp32, brought down to the low dtype
 where torch would store it. They are compiled without contraction of a product and a sum into one rounding.

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from fuseboard.engine.decoder.launch import Launcher, on, power_of_two
+from fuseboard.engine.decoder.kernels.launch import Launcher, on, power_of_two
 from fuseboard.engine.decoder.norms import RMSNorm, upcast_norm
 from fuseboard.engine.decoder.rope import rotate
 from fuseboard.failure import Meaning, classify
@@ -187,7 +187,7 @@ def _tried(
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     try:
-        kernels = importlib.import_module("fuseboard.engine.decoder.glue_kernels")
+        kernels = importlib.import_module("fuseboard.engine.decoder.kernels.glue_triton")
         # What runs on the CPU is Triton's interpreter, which is there for tests.
         if device.type != "cuda" and "Interpreted" not in type(kernels.add_norm).__name__:
             return f"Triton's kernels do not run on {device.type}"

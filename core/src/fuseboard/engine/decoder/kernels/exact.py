@@ -21,7 +21,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.utils._device import DeviceContext
 
-from fuseboard.engine.decoder.launch import Launcher, on, power_of_two
+from fuseboard.engine.decoder.kernels.launch import Launcher, on, power_of_two
 from fuseboard.engine.decoder.norms import upcast_norm
 from fuseboard.engine.decoder.rope import rotate
 from fuseboard.failure import Meaning, classify
@@ -222,7 +222,7 @@ def _tried(device: torch.device, dtype: torch.dtype, sizes: _Sizes, eps: float) 
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     try:
-        kernels = importlib.import_module("fuseboard.engine.decoder.exact_kernels")
+        kernels = importlib.import_module("fuseboard.engine.decoder.kernels.exact_triton")
         interpreted = "Interpreted" in type(kernels.squares).__name__
         if device.type != "cuda" and not interpreted:
             return f"Triton's kernels do not run on {device.type}"
