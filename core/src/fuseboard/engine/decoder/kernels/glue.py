@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -282,15 +283,15 @@ class _Trial:
         return right and self.near(self.glue.product(hidden, gates, gated=True), F.silu(gate) * up)
 
     def rotation(self) -> bool:
-        from fuseboard.engine.decoder.fixed import Part  # noqa: PLC0415 - they know each other
-
         heads, both, dim, rows, slots = self.heads, self.heads + self.kv_heads, self.dim, _TRIED, 4
-        part: Any = type("Sizes", (), {})()
-        part.heads, part.kv_heads, part.head_dim, part.qk_norm = heads, self.kv_heads, dim, self.qk_norm
-        part.q_norm, part.k_norm = self.norm_of(dim), self.norm_of(dim)
+        part: Any = SimpleNamespace(
+            heads=heads, kv_heads=self.kv_heads, head_dim=dim, qk_norm=self.qk_norm, q_norm=self.norm_of(dim),
+            k_norm=self.norm_of(dim),
+        )  # fmt: skip
         qkv, cos, sin = self.draw(rows, (both + self.kv_heads) * dim), self.draw(8, dim), self.draw(8, dim)
         positions = torch.arange(rows, device=self.device) + 2
-        place = Part.made(None, slots, 1, rows, (self.kv_heads, dim), self.dtype, self.device)
+        held = torch.zeros(2, 1, rows, self.kv_heads, slots, dim, dtype=self.dtype, device=self.device)
+        place: Any = SimpleNamespace(size=slots, keys=held[0], values=held[1])
         q = self.glue.put_heads(qkv, part, place, 0, Turn(positions, cos, sin))
         split = qkv.view(rows, 1, -1, dim)
         want_q, want_k, want_v = split[:, :, :heads], split[:, :, heads:both], split[:, :, both:]
