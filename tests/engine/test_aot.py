@@ -578,6 +578,28 @@ def test_a_fresh_process_without_a_compiler_loads_runs_and_refuses(static, dynam
     assert list(places["temp"].iterdir()) == []
 
 
+# ---- inputs that are one tensor, or that the model writes into
+
+
+class Adds(nn.Module):
+    def forward(self, total, x):
+        total.add_(1)
+        return total * 2 + x
+
+
+@pytest.fixture(scope="module")
+def adds(folder):
+    same = torch.randn(3, 4)
+    return aot.load(aot.export(Adds(), (same, same), folder / "adds.pt2"))
+
+
+def test_an_example_that_is_one_tensor_twice_makes_two_inputs(adds):
+    total = torch.zeros(3, 4)
+
+    assert torch.equal(adds(total, torch.full((3, 4), 5.0)), torch.full((3, 4), 7.0))
+    assert torch.equal(total, torch.ones(3, 4))
+
+
 # ---- exports that are refused, none of which compiles
 
 

@@ -202,7 +202,7 @@ def test_the_table_and_the_page_are_those_of_the_numbers_that_are_kept(script):
 
 
 @pytest.mark.parametrize("name", SWITCHES)
-def test_what_the_registry_says_was_seen_is_what_is_kept(name):
+def test_what_the_registry_says_was_seen_is_what_is_kept(name, script):
     kept, seen = json.loads(KEPT.read_text(encoding="utf-8")), SWITCHES[name].seen
     rows = [row for row in kept["rows"] if row["switch"] == name]
     changed = [row["operation"] for row in rows if row["bits"] == "changed"]
@@ -211,3 +211,8 @@ def test_what_the_registry_says_was_seen_is_what_is_kept(name):
     assert rows
     assert bool(changed) == bool(seen.changed), changed
     assert bool(seen.changed) != bool(seen.tried)
+    could = script["CONCERNS"][name][: -script["SPARED"]]
+    gains = {row["operation"]: script["gain_of"](row) for row in rows if row["operation"] in could}
+    assert {key: f"{gain:.2f}x" for key, gain in seen.gains.items()} == {
+        key: gain for key, gain in gains.items() if not gain.endswith("~")
+    }

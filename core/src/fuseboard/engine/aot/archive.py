@@ -46,9 +46,9 @@ def checked(path: Path, sha256: str | None = None) -> tuple[dict[str, Any], str]
     Raises:
         PackageError: It is not, or it is no such file.
     """
-    if not path.is_file():
-        raise PackageError(str(path), "missing", "there is no such file; aot.export makes one.")
     try:
+        if not path.is_file():
+            raise PackageError(str(path), "missing", "there is no such file; aot.export makes one.")
         digest, whole, tail = _digests(path)
     except OSError as error:
         raise PackageError(str(path), "unreadable", f"it cannot be read: {error}.") from error

@@ -45,6 +45,7 @@ class Check:
         self.package = package
         self._inputs = contract.tensors()
         self._owners = contract.owners()
+        self._written = [i for i, each in enumerate(self._inputs) if each.written]
         self._aligned = [(i, each.alignment) for i, each in enumerate(self._inputs) if each.alignment > 1]
         self._known: dict[Hashable, tuple[_Copies, _Values]] = {}
 
@@ -78,6 +79,8 @@ class Check:
                 self._known[key] = known
         copies, values = known
         out = list(tensors)
+        for i in self._written:
+            self._apart(i, out)
         for i, low, high in values:
             self._look_at(out[i], self._inputs[i].name, low, high)
         for i, strides in copies:
@@ -125,6 +128,18 @@ class Check:
             for lows, highs in [zip(*each.values, strict=True)]
         )
         return tuple(copies), limits
+
+    def _apart(self, i: int, tensors: Sequence[Tensor]) -> None:
+        """Compiled code reads and writes in an order of its own, as if nothing else lay where it writes."""
+        start, end = _span(tensors[i])
+        for j, each in enumerate(tensors):
+            low, high = _span(each)
+            if j != i and low < end and start < high:
+                name, other = self._inputs[i].name, self._inputs[j].name
+                allowed = f"memory of its own, since the model writes into {name}"
+                raise ContractError(
+                    [Problem(other, f"shares memory with {name}", allowed, f"give {other}.clone()")], self.package
+                )
 
     def _look_at(self, given: Tensor, name: str, low: int, high: int) -> None:
         smallest, largest = (int(each) for each in torch.aminmax(given.detach()))
@@ -247,6 +262,15 @@ def _kind(given: Any, each: Input) -> tuple[list[Problem], bool]:
         rank = f"rank {len(each.sizes)}: [{'; '.join(map(str, each.sizes))}]"
         problems.append(Problem(name, f"has rank {given.dim()}, shape {tuple(given.shape)}", rank, ""))
     return problems, given.dim() == len(each.sizes)
+
+
+def _span(given: Tensor) -> tuple[int, int]:
+    """From its first byte to behind its last."""
+    start = given.data_ptr()
+    if given.numel() == 0:
+        return start, start
+    last = sum((size - 1) * stride for size, stride in zip(given.shape, given.stride(), strict=True))
+    return start, start + (last + 1) * given.element_size()
 
 
 def _has_tangent(given: Tensor) -> bool:

@@ -123,6 +123,7 @@ def export(
     _check_compiler()
     with _one_at_a_time, torch.inference_mode(False), torch.no_grad(), _quiet():
         began = time.perf_counter()
+        args, kwargs = pytree.tree_map_only(Tensor, _alone, (args, kwargs))
         with attention_in_trace(model, args, kwargs, policy_for(policy)) as answers:
             program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
         _check_outputs(program)
@@ -191,6 +192,11 @@ def _check_example(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 "the example .contiguous()."
             )
             raise ExportError("input", msg)
+
+
+def _alone(given: Tensor) -> Tensor:
+    """A copy in the same layout: of one tensor that is given twice, the graph would read the last input alone."""
+    return torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device=given.device).copy_(given)
 
 
 def _check_compiler() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.utils import _pytree as pytree
 
 from fuseboard.engine.aot import archive
@@ -98,6 +99,7 @@ class Package:
         self.device = device
         self._loader = loader
         self._check = Check(contract, contiguous, path.name)
+        self._written = [i for i, each in enumerate(contract.tensors()) if each.written]
         try:
             self._in_tree, self._out_tree = (pytree.treespec_loads(each) for each in contract.trees)
         except Exception as error:
@@ -130,7 +132,10 @@ class Package:
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = args if len(args) == self._plain and not kwargs else self._bound(args, kwargs)
-        out = self._loader.run(self._check(tensors))
+        given = self._check(tensors)
+        out = self._loader.run(given)
+        if self._written:
+            increment_version([given[i] for i in self._written])  # or a backward would use saved ones unwarned
         if self._tensor:
             return out[0]
         return tuple(out) if self._tuple else pytree.tree_unflatten(out, self._out_tree)
