@@ -600,6 +600,16 @@ def test_an_example_that_is_one_tensor_twice_makes_two_inputs(adds):
     assert torch.equal(total, torch.ones(3, 4))
 
 
+def test_a_backward_through_a_value_that_a_package_has_written_over_is_an_error(adds):
+    total, weight = torch.ones(3, 4), torch.ones(3, 4, requires_grad=True)
+    loss = (weight * total).sum()
+    with torch.no_grad():
+        adds(total, torch.zeros(3, 4))
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 # ---- exports that are refused, none of which compiles
 
 

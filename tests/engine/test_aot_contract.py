@@ -208,6 +208,21 @@ def test_an_input_that_the_model_writes_into_is_never_copied(contiguous):
     assert line.endswith("(the model writes into ids, so that a copy would not do)")
 
 
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_memory_that_the_model_writes_into_is_shared_with_no_other_input(contiguous):
+    row = aot.Input("total", "float32", (fixed(2), fixed(4)), (4, 1), "contiguous", "cpu", written=True)
+    check = Check(contract(attrs.evolve(row, name="x", written=False), row), contiguous=contiguous, package="x.pt2")
+    memory = torch.zeros(5, 4)
+
+    for x, total in ((memory[:2], memory[2:4]), (memory[3:], memory[:2])):
+        check((x, total))
+        (line,) = lines(check, (memory[1:3], total))
+        assert line == (
+            "x: shares memory with total; the package takes memory of its own, since the model writes into total "
+            "(give x.clone())"
+        )
+
+
 def test_a_copy_is_made_in_the_layout_that_the_package_reads():
     image = aot.Input(
         "image", "float32", tuple(map(fixed, (2, 3, 4, 5))), (60, 1, 15, 3), "channels_last", "cpu"
@@ -305,12 +320,15 @@ def test_a_file_cut_anywhere_is_refused(package):
         assert error.value.reason in ("altered", "unreadable"), length
 
 
-def test_a_package_of_somebody_elses_a_missing_one_and_a_folder_are_refused(tmp_path):
+def test_a_package_of_somebody_elses_a_missing_one_a_folder_and_an_impossible_name_are_refused(tmp_path):
     path = tmp_path / "theirs.pt2"
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("archive_format", "pt2")
 
-    for name, reason in (("theirs.pt2", "foreign"), ("none.pt2", "missing"), (".", "missing")):
+    too_long = f"{'n' * 300}.pt2"
+    for name, reason in (
+        ("theirs.pt2", "foreign"), ("none.pt2", "missing"), (".", "missing"), (too_long, "unreadable"),
+    ):  # fmt: skip
         with pytest.raises(aot.PackageError) as error:
             aot.load(tmp_path / name)
         assert error.value.reason == reason
