@@ -123,9 +123,9 @@ def export(
     _check_compiler()
     with _one_at_a_time, torch.inference_mode(False), torch.no_grad(), _quiet():
         began = time.perf_counter()
-        args, kwargs = pytree.tree_map_only(Tensor, _alone, (args, kwargs))
-        with attention_in_trace(model, args, kwargs, policy_for(policy)) as answers:
-            program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+        args, named = pytree.tree_map_only(Tensor, _alone, (args, kwargs))
+        with attention_in_trace(model, args, named, policy_for(policy)) as answers:
+            program = torch.export.export(model, args, named, dynamic_shapes=dynamic_shapes, strict=False)
         _check_outputs(program)
         written_into = _written(program)
         traced = time.perf_counter()
