@@ -413,6 +413,11 @@ def eight(monkeypatch, tmp_path):
             {"proc/self/mountinfo": V2, "proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "1600000 100000\n"},
             16.0, "/sys/fs/cgroup/cpu.max", 8,
         ),
+        (  # the path is none that could be looked at
+            {"proc/self/mountinfo": V2, "proc/self/cgroup": f"0::/{'x' * 300}\n",
+             "sys/fs/cgroup/cpu.max": "200000 100000\n"},
+            2.0, "/sys/fs/cgroup/cpu.max", 2,
+        ),
         (  # the path leads out of the group that is mounted
             {"proc/self/mountinfo": V2, "proc/self/cgroup": "0::/../x\n", "sys/fs/cgroup/cpu.max": "200000 100000\n"},
             2.0, "/sys/fs/cgroup/cpu.max", 2,

@@ -125,12 +125,12 @@ def _folders(base: Path, controller: str) -> Iterator[Path]:
         path = next(_paths(base, controller if version == 1 else ""), None)
         if path is None or (version == 1 and controller not in controllers):
             continue
-        # In a container the path may be the host's, or lead out of what is mounted: then what is mounted is the group.
+        # In a container the path may be the host's, or lead out of what is mounted: then what is mounted is the group,
+        # and folders that are not there have no files.
         inside = path.removeprefix(root) if root != "/" and f"{path}/".startswith(f"{root}/") else path
         top = base / point.lstrip("/")
         parts = [part for part in inside.split("/") if part]
         folder = top if ".." in parts else top.joinpath(*parts)
-        folder = folder if folder.is_dir() else top
         yield folder
         yield from (each for each in folder.parents if each == top or top in each.parents)
 
