@@ -543,6 +543,19 @@ def test_hooks_of_a_module_run_as_part_of_its_graph():
     assert backend.graphs == 1
 
 
+@pytest.mark.parametrize("where", ["block", "0"])
+def test_an_equal_module_with_hooks_does_not_run_a_graph_without_them(where):
+    plain, hooked, x = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)
+    assert torch.equal(Compiled(plain, backend="eager")(x), plain(x))
+
+    place = hooked if where == "block" else hooked.get_submodule(where)
+    handle = place.register_forward_hook(lambda module, args, out: out + 100)
+    assert torch.equal(Compiled(hooked, backend="eager")(x), hooked(x))
+    assert hooked(x).min() > 50
+    handle.remove()
+    assert torch.equal(Compiled(hooked, backend="eager")(x), hooked(x))
+
+
 def test_equal_modules_share_their_graphs_and_none_falls_back_to_eager():
     backend = Counting()
     layers = [Compiled(nn.Linear(4, 4), backend=backend) for _ in range(12)]

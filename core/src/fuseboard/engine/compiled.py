@@ -230,6 +230,7 @@ def compile_module(module: Callable[..., Any], enabled: bool, name: str = "") ->
 
 # ---- what dynamo is given
 
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _codes: weakref.WeakValueDictionary[Any, CodeType] = weakref.WeakValueDictionary()
 
 
@@ -237,14 +238,15 @@ def _entry(target: Callable[..., Any]) -> Callable[..., Any]:
     """A function that calls the target: `torch.compile(module)` is a module, and would be a submodule where it is kept.
 
     `module.__call__` is torch's own function, which dynamo passes over, hooks and all. And dynamo keeps eight
-    compilations for each code object, whatever calls it: so modules of one structure have one, and others another.
+    compilations for each code object, whatever calls it: so modules of one structure have one, and others another. One
+    with hooks has its own: dynamo guards no hooks, and would run another's graph, without them.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return target(*args, **kwargs)
 
     key: Any = object()
-    if isinstance(target, nn.Module):
+    if isinstance(target, nn.Module) and not any(getattr(each, hooks) for each in target.modules() for hooks in _HOOKS):
         weights = tuple((name, tuple(each.shape), each.dtype) for name, each in target.named_parameters())
         key = tuple(map(type, target.modules())), weights
     code = _codes.get(key)
