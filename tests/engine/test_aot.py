@@ -23,7 +23,8 @@ from torch.autograd import forward_ad
 import fuseboard as fb
 from fuseboard.engine import aot
 from fuseboard.engine.aot import archive
-from fuseboard.engine.aot.graph import GraphSizes, attention_guards
+from fuseboard.engine.aot.exporting import _alone
+from fuseboard.engine.aot.graph import GraphSizes, attention_guards, value_limits
 from fuseboard.engine.aot.tracing import attention_in_trace
 from fuseboard.engine.freeze import NotFrozenError
 from fuseboard.policy import policy_for
@@ -750,6 +751,29 @@ def test_lengths_that_torchs_operator_forgets_to_compare_are_conditions():
 
     assert set(attention_guards(program, sizes)) <= {f"({k}) == ({v})"}
     assert k == v or list(attention_guards(program, sizes)) == [f"({k}) == ({v})"]
+
+
+class Looks(nn.Module):
+    def forward(self, values, rows, places):
+        return torch.zeros(3, 7).scatter_reduce(1, rows, values, "sum"), values.take(places)
+
+
+def test_whatever_an_input_indexes_limits_its_values():
+    inputs = torch.ones(3, 2), torch.zeros(3, 2, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+    with torch.no_grad(), quiet():
+        program = torch.export.export(Looks(), inputs, strict=False)
+    sizes = GraphSizes(each.meta["val"] for each in program.graph.nodes if each.op == "placeholder")
+
+    assert value_limits(program, sizes) == {"rows": ((0, 6),), "places": ((-6, 5),)}
+
+
+@pytest.mark.parametrize("given", [torch.randn(4, 3).T, torch.randn(5, 4)[1:4, :3], torch.randn(9).unfold(0, 3, 2)])
+def test_an_example_is_copied_as_it_lies(given):
+    copied = _alone(given)
+
+    assert torch.equal(copied, given)
+    assert copied.stride() == given.stride()
+    assert copied.untyped_storage().data_ptr() != given.untyped_storage().data_ptr()
 
 
 def test_what_is_bound_around_an_export_does_not_count():

@@ -120,7 +120,10 @@ _SAME_VALUES = (
     "_to_copy", "clone", "contiguous", "detach", "alias", "long", "int", "t",
 )  # fmt: skip
 """Operators that keep an index what it is."""
-_ALONG = ("index_select", "gather", "scatter", "scatter_add", "index_add", "index_copy", "index_fill")
+_ALONG = (
+    "index_select", "gather", "scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy", "index_fill",
+    "index_reduce",
+)  # fmt: skip
 """Operators of (tensor, dimension, index, ...)."""
 
 
@@ -147,6 +150,8 @@ def _indices(node: Any) -> Iterator[tuple[Any, Any, bool]]:
         name.removesuffix("_") in _ALONG and isinstance(node.args[2], torch.fx.Node) and node.args[0].meta["val"].dim()
     ):
         yield node.args[2], node.args[0].meta["val"].shape[node.args[1]], False
+    elif name == "take":
+        yield node.args[1], node.args[0].meta["val"].numel(), True
     elif name in ("index", "index_put", "index_put_"):
         for size, index in zip(node.args[0].meta["val"].shape, node.args[1], strict=False):
             if index is not None:
