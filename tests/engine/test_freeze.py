@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import sys
@@ -289,6 +290,16 @@ def test_nothing_of_it_remains_when_it_is_dropped_or_closed(site):
     assert site.tables == before
     with frozen, pytest.raises(NotFrozenError):
         fb.attention(q, k, v, site=site)
+
+
+@pytest.mark.parametrize("kept", ["site's call", "attention", "frozen"])
+def test_a_copy_of_a_module_that_keeps_it_shares_it(kept, site):
+    x = torch.randn(1, 2, 5, 8)
+    frozen = freeze(site, "exact", lambda: fb.attention(x, x, x, site=site))
+    module = nn.Linear(1, 1)
+    module.kept = {"site's call": frozen[site], "attention": frozen.attention, "frozen": frozen}[kept]
+
+    assert copy.deepcopy(module).kept is module.kept
 
 
 def test_threads_share_it(site):

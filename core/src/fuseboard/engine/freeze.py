@@ -127,7 +127,14 @@ def _example_of(what: Any, example: Any) -> tuple[list[Site], Callable[[], Any]]
     raise TypeError(msg)
 
 
-class Frozen:
+class _Choice:
+    """Copies of a module that keeps one share it, as they share a function."""
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> _Choice:
+        return self
+
+
+class Frozen(_Choice):
     """What `freeze` kept. A context manager that binds it, and plain calls for graphs.
 
     Holds for the sites that the example called. Drop it, or `close()` it, and nothing of it remains.
@@ -432,7 +439,7 @@ class _FrozenChain(Chain):
 # ---- plain calls
 
 
-class FrozenAttention:
+class FrozenAttention(_Choice):
     """`fuseboard.attention` with every choice made.
 
     An object and no method of `Frozen`: dynamo of torch 2.6 does not find out where the self of a method comes from
@@ -494,7 +501,7 @@ class _TracedSizes:
         self.dropout_p = dropout_p
 
 
-class FrozenSite:
+class FrozenSite(_Choice):
     """The plain call of one site: `fuseboard.attention` with its site and its choice made.
 
     Attributes:
