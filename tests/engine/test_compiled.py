@@ -18,7 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fuseboard as fb
-from fuseboard.engine.compiled import Compiled, compile_module
+from fuseboard.engine.compiled import Compiled, _Graph, compile_module
 
 pytestmark = [
     pytest.mark.skipif(sys.version_info >= (3, 14), reason="torch.compile of older releases does not know this Python"),
@@ -807,3 +807,13 @@ def test_threads_that_compile_at_once_get_right_results_and_one_warning(warnings
             assert times.unique().item() == i * 3
     assert len(warnings()) == 1
     assert good.report()["compiled"]
+
+
+def test_a_graph_that_another_thread_gives_up_meanwhile_runs_as_it_was_found():
+    found = iter([add_one, None])
+
+    class Shared(_Graph):
+        compiled = property(lambda self: next(found), lambda self, value: None)
+
+    graph = Shared(add_one, add_one, repeatable=False)
+    assert graph(X).item() == 2.0

@@ -332,11 +332,12 @@ class _Graph:
 
     def __call__(self, *args: Any) -> Any:
         _running.ran = True
-        if self.compiled is None:
+        compiled = self.compiled  # once: another thread may give it up meanwhile
+        if compiled is None:
             self._tell()
             return self.as_traced(*args)
         try:
-            return self.compiled(*args)
+            return compiled(*args)
         except Exception as error:  # noqa: BLE001 - what it means is decided below, outside its handler
             caught = error
         try:
