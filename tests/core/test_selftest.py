@@ -302,9 +302,13 @@ def test_rows_that_see_nothing_are_zero_with_finite_gradients():
 def test_a_case_describes_what_it_is_called():
     case = selftest.Case(torch.float16, 1, 77, 64, 64, gqa=True, structure=("left", True, None))
 
-    assert str(case) == "float16, lengths 1x77, gqa, structure keys=left causal=True window=None"
+    assert str(case) == "float16, lengths 1x77, head dim 64, gqa, structure keys=left causal=True window=None"
     assert str(attrs.evolve(case, ahead=3)).endswith("structure keys=left causal=True window=None ahead=3")
-    assert str(attrs.evolve(case, structure=None, mask="bool")) == "float16, lengths 1x77, gqa, bool mask"
+    assert str(attrs.evolve(case, structure=None, mask="bool")) == (
+        "float16, lengths 1x77, head dim 64, gqa, bool mask"
+    )
+    scaled = attrs.evolve(case, structure=None, gqa=False, v_head_dim=32, scale=0.5)
+    assert str(scaled) == "float16, lengths 1x77, head dim 64 (v 32), scale 0.5"
     assert describe(*qkv())[0].structure is None
 
 

@@ -69,8 +69,10 @@ class Case:
     mask_grad: bool = False
 
     def __str__(self) -> str:
-        parts = [str(self.dtype).removeprefix("torch."), f"lengths {self.q_length}x{self.k_length}"]
+        dims = f"head dim {self.head_dim}" + (f" (v {self.v_head_dim})" if self.v_head_dim != self.head_dim else "")
+        parts = [str(self.dtype).removeprefix("torch."), f"lengths {self.q_length}x{self.k_length}", dims]
         parts += [name for name in ("gqa", "causal", "backward", "mask_grad") if getattr(self, name)]
+        parts += [f"scale {self.scale:g}"] if self.scale is not None else []
         parts += [f"{self.mask} mask"] if self.mask != "none" else []
         if self.structure is not None:
             keys, causal, window = self.structure
