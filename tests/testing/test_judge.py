@@ -116,6 +116,17 @@ def test_a_kernel_that_raises_under_attention_is_no_refusal():
         assert str(kit.judge(case, kit.attention)) == "raised: RuntimeError: the workspace of the first call is gone"
 
 
+def test_an_output_that_does_not_follow_a_moved_argument_is_told_with_the_tolerance():
+    def kernel(q, k, v, *, scale, **given):
+        out = doubles.fake_backend("x").kernel()(q, k, v, scale=scale, **given)
+        return out + 0.01 if scale is not None and scale > 1 else out
+
+    with doubles.registered(doubles.fake_backend("high-scales", kernel)):
+        outcome = Kit.open("high-scales", "cpu").judge(Case(torch.float32, 8, 8, 32, 32, scale=0.5))
+    assert (outcome.word, outcome.about) == ("wrong", "after scale was moved")
+    assert outcome.detail == "its output is off by 0.01, tolerance 0.0001"
+
+
 def test_writing_beside_a_view_is_a_changed_input():
     def kernel(q, k, v, **given):
         q.detach().as_strided((1,), (1,), 0).zero_()

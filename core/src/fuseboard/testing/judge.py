@@ -313,11 +313,13 @@ class Kit:
                 continue  # the moved call is another call, and may be refused
             problem = _malformed(answer.out, target, moved.q)
             error = distance(answer.out, target)
-            if problem is None and error <= self.allowed(moved, target, error):
+            allowed = self.allowed(moved, target, error)
+            if problem is None and error <= allowed:
                 continue
             if distance(answer.out, out.detach().double()) <= shift / MOVED:
                 return Outcome("dropped argument", name, f"{name} was moved, and the output stayed where it was")
-            found = found or problem or Outcome("wrong", f"after {name} was moved", f"its output is off by {error:.2g}")
+            detail = f"its output is off by {error:.2g}, tolerance {allowed:.2g}"
+            found = found or problem or Outcome("wrong", f"after {name} was moved", detail)
         return found
 
     def _changed(self, inputs: Inputs, before: dict[str, Tensor]) -> Outcome | None:

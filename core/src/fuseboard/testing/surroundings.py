@@ -172,10 +172,12 @@ def _overwritten(kit: Kit, case: Case) -> Outcome:
     # Held against float64: a kernel that remembers would give its memory for the plain call as well.
     right = kit.exact(other, "")
     want, error = reference(right), distance(got.tensors["output"], reference(right))
-    if error <= kit.allowed(other, want, error):
+    allowed = kit.allowed(other, want, error)
+    if error <= allowed:
         problem = _difference(kit, case.dtype, got, _plain(kit, other, case.grad))
         return _conclude("overwritten", problem)
-    return _stale(kit, case, got) or Outcome("wrong", "overwritten", f"its output is off by {error:.2g}")
+    detail = f"its output is off by {error:.2g}, tolerance {allowed:.2g}"
+    return _stale(kit, case, got) or Outcome("wrong", "overwritten", detail)
 
 
 def _overwrite(inputs: Inputs, other: Inputs) -> None:
