@@ -52,6 +52,22 @@ def test_each_liar_is_caught_for_its_own_reason(liar):
     assert commonest == (word, about), failed[0]
 
 
+def test_a_call_that_is_off_once_overwritten_is_told_with_the_tolerance():
+    seen = set()
+
+    def kernel(q, k, v, **given):
+        again = q.data_ptr() in seen
+        seen.add(q.data_ptr())
+        return doubles.fake_backend("x").kernel()(q, k, v, **given) + 0.01 * again
+
+    with doubles.registered(doubles.fake_backend("tires", kernel)):
+        kit = Kit.open("tires", "cpu")
+        kit.verdict()  # whose own tensors may have lain where the case's lie
+        seen.clear()
+        outcome = judge(kit, CHECKS["overwritten"], Case(torch.float32, 33, 65, 32, 32))
+    assert str(outcome) == "wrong (overwritten): its output is off by 0.01, tolerance 0.0001"
+
+
 @pytest.mark.parametrize("liar", sorted(REASONS.keys() - {"drifts", "remembers_outputs"}))
 def test_such_a_liar_is_right_when_its_calls_are_made_plainly(liar):
     with doubles.registered(getattr(doubles.liars, liar)):
@@ -210,6 +226,7 @@ def test_the_matrix_has_a_line_for_each_way():
     records += [{"backend": "b", "check": "checkpoint", "word": "raised"}]
     records += [{"backend": "b", "check": "autocast", "word": "refused"}]
     text = matrix.render("b", "1", "cpu", [], records)
+    assert "0 cases, 0 ok, 0 refused, 1 failed (1 of them when made otherwise).\n" in text
     assert "\n* CUDA graph: yes (2 cases, 1 refused)\n" in text
     assert "\n* checkpoint: FAILS (1 failed)\n" in text
     assert "\n* autocast: no (1 refused)\n" in text

@@ -53,8 +53,9 @@ def render(name: str, version: str, device: str, records: list[Record], checked:
     """The matrix of one backend; the same records give the same text."""
     where = torch.cuda.get_device_name(torch.device(device)) if device.startswith("cuda") else device
     words = Counter(each["word"] for each in records)
-    failed = sum(count for word, count in words.items() if word not in ("ok", "refused"))
-    counts = f"{len(records)} cases, {words['ok']} ok, {words['refused']} refused, {failed} failed"
+    failed, otherwise = _failed(records), _failed(checked)
+    counts = f"{len(records)} cases, {words['ok']} ok, {words['refused']} refused, {failed + otherwise} failed"
+    counts += f" ({otherwise} of them when made otherwise)" if otherwise else ""
     lines = [f"`{name}` {version} on {where}, torch {torch.__version__}: {counts}."]
     tables: dict[str, list[str]] = {}
     for dtype in sorted({each["dtype"] for each in records if each["crossed"]}):
@@ -65,6 +66,10 @@ def render(name: str, version: str, device: str, records: list[Record], checked:
     if checked:
         lines += ["", *_otherwise(checked)]
     return "\n".join([*lines, "", LEGEND])
+
+
+def _failed(records: Sequence[Record | Checked]) -> int:
+    return sum(each["word"] not in ("ok", "refused") for each in records)
 
 
 def _otherwise(checked: list[Checked] | tuple[()]) -> Iterable[str]:
