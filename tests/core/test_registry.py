@@ -305,6 +305,18 @@ def test_a_hook_that_fails_later_gets_the_cautious_answer_and_one_fault(hook, ba
     assert fault.message.startswith(f"hook {hook} failed and is answered by ")
 
 
+def test_the_faults_of_a_backend_are_its_own_and_not_those_of_a_namesake_that_is_not_used():
+    mine = hooks_of(Fake()) | {"rank": lambda: None}
+    made = board(entry_of("x", "a-kernels", **mine), entry_of("x", "b-kernels", **hooks_of(2)), entry_of("worse"))
+    made.resolve("x").rank(*describe(*qkv()))
+    made.resolve("worse")
+
+    assert len(made.faults) == 3
+    assert [(each.distribution, "hook rank" in each.message) for each in made.faults_of("x")] == [("a-kernels", True)]
+    assert [each.name for each in made.faults_of("worse")] == ["worse"]
+    assert made.faults_of("nothing") == []
+
+
 def test_a_hook_that_fails_later_does_not_harm_the_call(site):
     hooks = hooks_of(Fake()) | {"rank": lambda call: raise_(KeyError("x"))}
     with registered(entry_of("bad", **hooks)), fb.bind("fast"):

@@ -169,6 +169,15 @@ class Registry:
         faults = [str(fault) for fault in self.faults if fault.name == name]
         return f"its plugin is at fault: {'; '.join(faults)}" if faults and self.resolve(name) is None else None
 
+    def faults_of(self, name: str) -> list[Fault]:
+        """What is wrong with the plugin of that backend; of two that ship one name, with the one in use."""
+        entry = self._entries.get(name)
+        return [
+            each
+            for each in self.faults
+            if each.name == name and (entry is None or each.distribution == entry.distribution)
+        ]
+
     def keep_policy(self, value: Hashable, make: Callable[[], Policy]) -> Policy:
         """The policy kept for `value`, made on first use."""
         with self.lock:
