@@ -976,6 +976,10 @@ def test_arguments_that_cannot_be_right_are_refused(pair):
     cases = [
         (lambda: decoder.stream(ids[0], max_new_tokens=1), r"ids is torch.int64 \(14,\)"),
         (lambda: decoder.stream(ids.float(), max_new_tokens=1), "ids is torch.float32"),
+        (lambda: decoder.generate(ids.float(), max_new_tokens=1), "ids is torch.float32"),
+        (lambda: decoder.generate(ids.tolist(), max_new_tokens=1), r"ids is list; expected a tensor, int64 \(batch, "),
+        (lambda: decoder.stream(ids.tolist(), max_new_tokens=1), "ids is list; expected a tensor"),
+        (lambda: decoder(ids.tolist()), "ids is list; expected a tensor"),
         (lambda: decoder.stream(ids, max_new_tokens=0), "max_new_tokens is 0"),
         (lambda: decoder.stream(ids, max_new_tokens=1, attention_mask=mask[:1]), r"attention_mask has shape \(1, 14\)"),
         (decoder, "give either ids or embeds"),

@@ -110,7 +110,7 @@ def check_ids(ids: Tensor) -> None:
     """
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32) or 0 in ids.shape:  # noqa: PLR2004
         shown = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
-        msg = f"ids is {shown}; expected int64 (batch, length), neither of them 0."
+        msg = f"ids is {shown}; expected a tensor, int64 (batch, length), neither of them 0."
         raise InputError("ids", msg)
 
 

@@ -657,11 +657,12 @@ class QwenDecoder(Loading):
             on_token: Called after each step; what it raises ends the generation.
             ahead: As for `stream`; None where there is no `on_token`, so that nobody could tell.
         """
-        parts = [ids.to(self.device, non_blocking=True)]
-        for token in self.stream(
+        tokens = self.stream(
             ids, max_new_tokens=max_new_tokens, attention_mask=attention_mask, padded=padded, sampler=sampler,
             generator=generator, eos=eos, pad=pad, ahead=on_token is None if ahead is None else ahead,
-        ):  # fmt: skip
+        )  # fmt: skip
+        parts = [ids.to(self.device, non_blocking=True)]
+        for token in tokens:
             parts.append(token.tensor)
             if on_token is not None:
                 on_token(token)
