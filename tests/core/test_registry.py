@@ -380,6 +380,16 @@ def test_a_plugin_is_blocked_by_its_backends_name_or_by_its_distributions(word):
     assert made.why_missing("sage3") == made.disabled["sage3"]
 
 
+def test_a_name_of_which_one_shipper_is_blocked_is_not_blocked():
+    one, two = entry_of("x", "a-kernels", **hooks_of(1)), entry_of("x", "b-kernels", **hooks_of(2))
+    for blocked, used in (("b-kernels", "a-kernels"), ("a-kernels", "b-kernels")):
+        made = board(one, two, disable={blocked})
+
+        assert made.resolve("x").distribution == used
+        assert (made.disabled, made.why_missing("x"), made.faults) == ({}, None, [])
+    assert list(board(one, two, disable={"x"}).disabled) == ["x"]
+
+
 def test_a_blocked_name_that_nobody_has_is_warned_of(caplog):
     board(entry("good"), disable={"sgae", "good"})
 

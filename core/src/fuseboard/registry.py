@@ -232,6 +232,8 @@ class Registry:
                 )
             else:
                 chosen[entry.name] = entry
+        for name in chosen:  # another distribution's backend of that name is blocked, not the name
+            self.disabled.pop(name, None)
         for word in sorted(unknown.values()):
             log.warning("FUSEBOARD_DISABLE names %r, which no installed plugin or backend is called.", word)
         return chosen
