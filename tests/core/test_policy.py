@@ -109,22 +109,59 @@ def test_tuned_says_that_it_cannot_be_had_yet():
         fb.policy_for("tuned")
 
 
-def test_a_blocked_backend_is_an_error_that_names_the_setting():
+def test_a_blocked_backend_under_a_strict_policy_is_an_error_that_names_the_setting():
     with registered(entry("sage"), config=Settings(disable=frozenset({"sage"}))):
         with pytest.raises(PolicyError) as caught:
-            fb.policy_for("sage")
+            fb.policy_for("sage", strict=True)
 
     assert str(caught.value) == (
         "policy 'sage' cannot be used: it is blocked by FUSEBOARD_DISABLE=sage. Available here: auto, exact, fast."
     )
 
 
-def test_a_faulty_plugin_is_an_error_that_tells_the_fault():
+def test_blocking_the_backend_that_a_policy_names_is_a_fallback_with_its_reason_and_no_error(site, caplog):
+    caplog.set_level("INFO", "fuseboard")
+    run = fb.Run()
+    with registered(entry("sage"), entry("other"), config=Settings(disable=frozenset({"sage"}))):
+        for _ in range(2):
+            with fb.bind({"*": "sage"}, run=run):
+                fb.attention(*qkv(), site=site)
+        explained = fb.explain(site, *qkv(), policy="sage")
+
+    found = run.report()["attention"]
+    assert found["used"] == {"other": 2}
+    assert found["fallbacks"] == {"sage→other": {"blocked by FUSEBOARD_DISABLE=sage": 2}}
+    assert explained.chosen == "other"
+    assert "sage: it is blocked by FUSEBOARD_DISABLE=sage." in str(explained)
+    (line,) = (each.getMessage() for each in caplog.records if "sage does not answer" in each.getMessage())
+    assert "(blocked by FUSEBOARD_DISABLE=sage)" in line
+
+
+def test_a_faulty_plugin_is_a_fallback_also_once_its_fault_is_known(site):
+    run = fb.Run()
+    with registered(entry_of("odd", info=lambda: 3), entry("other"), probed=False) as registry:
+        for _ in range(2):
+            with fb.bind("odd", run=run):
+                fb.attention(*qkv(), site=site)
+            assert "odd" not in registry.names()
+
+    assert run.report()["attention"]["fallbacks"] == {"odd→other": {"its plugin is at fault": 2}}
+
+
+def test_a_faulty_plugin_under_a_strict_policy_is_an_error_that_tells_the_fault():
     with registered(entry_of("odd", info=lambda: 3)):
         with pytest.raises(
             PolicyError, match=r"^policy 'odd' cannot be used: its plugin is at fault: 'odd' \(acme-ker"
         ):
-            fb.policy_for("odd")
+            fb.policy_for("odd", strict=True)
+
+
+def test_a_plugin_at_fault_for_its_name_makes_no_policy_of_a_reserved_word():
+    with registered(entry("tuned"), entry("reference")):
+        with pytest.raises(PolicyError, match="needs measured times"):
+            fb.policy_for("tuned")
+        with pytest.raises(PolicyError, match="a backend cannot be called 'reference'"):
+            fb.policy_for("reference")
 
 
 @pytest.mark.parametrize("value", [3, None, ["fast"]])

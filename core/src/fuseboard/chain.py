@@ -169,7 +169,7 @@ class Chain:
         }
         self.proven: set[Link] = set()
         self._routes: dict[tuple[Any, ...], Route] = {}
-        self._at_fault = self._named_at_fault()
+        self._missing = self._named_missing()
 
     @property
     def registry(self) -> Registry:
@@ -208,11 +208,14 @@ class Chain:
             return Link(backend, form, refusals, wanted=False)
         return Link(backend, form, refusals, wanted=named or precheck(backend, call.device) is None)
 
-    def _named_at_fault(self) -> Refusal | None:
-        """The refusal of a policy's own backend whose plugin turned out to be at fault when it was loaded."""
+    def _named_missing(self) -> Refusal | None:
+        """The refusal of a policy's own backend that is blocked, or whose plugin turned out to be at fault at load."""
         named = self.policy.backend_name
         if named is None or self.registry.resolve(named) is not None:
             return None
+        blocked = self.registry.disabled.get(named)
+        if blocked is not None:
+            return Refusal(named, "blocked", blocked, "", None, blocked.removeprefix("it is ").rstrip("."))
         why = self.registry.why_missing(named) or "no such backend."
         return Refusal(named, "plugin", why, "", None, "its plugin is at fault")
 
@@ -284,10 +287,12 @@ class Chain:
         skipped: list[tuple[str, str]] = []
         refused: list[Refusal] = []
         keep, until = not declined, 0
-        if self._at_fault is not None:
+        missing = self._missing
+        if missing is not None:
             if self.policy.strict:
-                raise self.refusal([self._at_fault])
-            skipped.append((self._at_fault.backend, self._at_fault.reason))
+                raise self.refusal([missing])
+            skipped.append((missing.backend, missing.reason))
+            self._log(missing.backend, missing.reason, (missing,), fresh)
         for link in self.links(sizes, every=False):
             name = link.backend.name
             refusals, answer = self.problems(link, sizes)

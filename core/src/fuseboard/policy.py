@@ -100,8 +100,8 @@ def policy_for(
     Args:
         name: `auto`, `exact`, `fast`, a backend's name, or a mapping of site patterns (`fnmatch`) to those, in order of
             precedence: `{"vocoder.*": "auto", "*": "fast"}`. A `Policy` is returned as it is, or as its strict twin.
-        strict: For a backend's name: an error with every reason when it is refused, cannot run or breaks, instead of a
-            fallback. For `fast` and `exact`: likewise when only the reference is left.
+        strict: For a backend's name: an error with every reason when it is blocked, refused, cannot run or breaks,
+            instead of a fallback. For `fast` and `exact`: likewise when only the reference is left.
         registry: Where backends are looked up; default, the installed plugins.
 
     Raises:
@@ -126,7 +126,10 @@ def policy_for(
         msg = f"a policy is {name!r}; expected a name, a mapping of site patterns to names, or a Policy."
         raise PolicyError(str(name), msg)
     if name not in MODES and name not in registry.names():
-        raise _unknown(name, registry)
+        # What an operator blocks or a plugin's fault takes away is passed over by the chain, with its reason: no error.
+        passed_over = not strict and name not in registries.RESERVED and registry.why_missing(name) is not None
+        if not passed_over:
+            raise _unknown(name, registry)
     return registry.keep_policy((name, strict), lambda: Policy(name, strict=strict, registry=registry))
 
 
