@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -335,6 +336,17 @@ def test_rules_are_selected_and_counted_and_given_as_data(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[0] == f"     1 FB204 {RULES['FB204']}"
     assert main([path, "--ignore", "FB1", "--ignore", "FB2"]) == 0
     assert main([path, "--exclude", "bad.*"]) == 0
+
+
+def test_the_page_names_every_key_of_the_data(tmp_path, capsys):
+    write(tmp_path, {"bad.py": "import torch\ntorch.manual_seed(0)\n"})
+    assert main([str(tmp_path), "--json"]) == 1
+    data = json.loads(capsys.readouterr().out)
+    page = (Path(__file__).parents[2] / "docs" / "lint.md").read_text()
+
+    assert data["schema"] == 1
+    keys = [*data, *(f"findings[].{key}" for key in data["findings"][0])]
+    assert sorted(re.findall(r"^\| `([a-z]+(?:\[\]\.[a-z]+)?)` \|", page, re.MULTILINE)) == sorted(keys)
 
 
 def test_where_kernels_are_the_purpose_only_writes_are_found(tmp_path, capsys):

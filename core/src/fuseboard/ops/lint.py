@@ -27,7 +27,10 @@ from fuseboard.ops.cli import Parser, UnusableError
 from fuseboard.ops.lint_rules import KERNEL_RULES, RULES
 from fuseboard.ops.lint_walk import Found, check, relevant
 
-__all__ = ["Finding", "Report", "lint", "lint_source", "main"]
+__all__ = ["SCHEMA", "Finding", "Report", "lint", "lint_source", "main"]
+
+SCHEMA = 1
+"""Of `--json`: counts up when a key is renamed, removed or means something else."""
 
 SKIPPED = frozenset({".venv", "venv", "__pycache__", "build", "dist", "node_modules", "site-packages"})
 """Folders that hold no source of the project; hidden ones and virtual environments are skipped too."""
@@ -337,6 +340,7 @@ def _main(argv: list[str]) -> int:
     if asked.json:
         text = json.dumps(
             {
+                "schema": SCHEMA,
                 "files": report.files,
                 "findings": [vars(each) for each in report.findings],
                 "statistics": _statistics(report),
