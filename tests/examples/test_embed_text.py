@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -97,6 +98,24 @@ def test_a_person_gets_a_table_without_colour_codes_in_a_pipe(text_file):
     assert "\x1b" not in done.stdout
     assert "auto gave plain transformers' result, bit for bit." in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 70
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGPIPE"), reason="this system has no SIGPIPE")
+@pytest.mark.usefixtures("_model")
+@pytest.mark.parametrize("form", [[], ["--json"]], ids=["table", "json"])
+def test_a_reader_that_has_left_ends_it_without_a_word(form, text_file):
+    reader, writer = os.pipe()
+    os.close(reader)
+    given = [str(text_file), "--rounds", "1", "--policy", "exact", *form]
+    try:
+        done = subprocess.run(
+            [sys.executable, str(DEMO), *given], stdout=writer, stderr=subprocess.PIPE, text=True, check=False
+        )
+    finally:
+        os.close(writer)
+
+    assert done.stderr == ""
+    assert done.returncode == -signal.SIGPIPE
 
 
 @pytest.mark.parametrize(
