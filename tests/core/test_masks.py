@@ -7,8 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fuseboard.dispatch import attention
 from fuseboard.errors import InputError, MaskMismatchError
 from fuseboard.masks import MaskInfo, Structure, check_mask_info, in_form, mask_for, to_4d, to_additive
+from fuseboard.site import Site
 
 CPU = torch.device("cpu")
 settings.register_profile("core", deadline=None, max_examples=150, derandomize=True, database=None)
@@ -373,7 +375,7 @@ def test_a_field_that_means_nothing_is_an_error(arguments, message):
 
 
 def test_causal_must_be_a_boolean():
-    with pytest.raises(TypeError):
+    with pytest.raises(InputError, match=r"MaskInfo\.causal is 'yes'; expected True or False"):
         MaskInfo(causal="yes")
 
 
@@ -419,3 +421,25 @@ def test_a_mask_is_built_where_its_keys_are_or_where_it_is_told():
     assert mask_for(2, 2, keys=keys, padded=True, padding="right").dense.device.type == "meta"
     assert mask_for(2, 2, causal=True).dense.device.type == "cpu"
     assert mask_for(2, 2, causal=True, device="meta").dense.device.type == "meta"
+
+
+def test_a_padding_that_is_no_word_is_refused_though_nothing_is_padded():
+    with pytest.raises(InputError, match="padding is 'rigth'"):
+        mask_for(3, 3, keys=torch.ones(2, 3, dtype=torch.bool), padding="rigth")
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_structures_are_made_inside_of_a_compiled_function(dense):
+    site = Site("tests.masks.compiled")
+
+    def attend(q, keys):
+        if not dense:
+            return attention(q, q, q, site=site, mask_info=MaskInfo(keys, causal=True, padding="right"))
+        made = mask_for(q.shape[2], q.shape[2], keys=keys, causal=True, padding="right", padded=True)
+        return attention(q, q, q, site=site, **made.arguments())
+
+    q = torch.randn(2, 2, 6, 8)
+    keys = torch.arange(6) < torch.tensor([6, 4])[:, None]
+    torch._dynamo.reset()
+
+    assert torch.equal(torch.compile(attend, backend="eager")(q, keys), attend(q, keys))

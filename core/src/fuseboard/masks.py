@@ -40,8 +40,7 @@ Form: TypeAlias = Literal["plain", "dense", "structure"]
 """How a kernel is given a call's mask: not at all, dense, or as the structure in its place."""
 
 
-@attrs.frozen
-class Structure:
+class Structure(NamedTuple):
     """What a `MaskInfo` asks of a kernel at given lengths, without its tensor: part of a `Call`, so hashable.
 
     Parts that hide nothing at these lengths are already gone: one query is never held back by bottom-right causality,
@@ -76,43 +75,37 @@ class Structure:
         return " + ".join(parts) or "nothing hidden"
 
 
-def _valid_keys(_instance: object, _attribute: object, keys: Tensor | None) -> None:
-    if keys is None:
-        return
-    if not isinstance(keys, Tensor) or keys.dtype != torch.bool or keys.dim() != 2:  # noqa: PLR2004
+def _check(info: MaskInfo) -> None:
+    """Raise unless every field means something."""
+    keys, window, ahead, padding = info.keys, info.window, info.ahead, info.padding
+    if keys is not None and (not isinstance(keys, Tensor) or keys.dtype != torch.bool or keys.dim() != 2):  # noqa: PLR2004
         given = f"{keys.dtype} of shape {tuple(keys.shape)}" if isinstance(keys, Tensor) else type(keys).__name__
         msg = f"MaskInfo.keys is {given}; expected torch.bool of shape (batch, k_length), True for a real key."
         raise InputError("mask_info", msg)
-
-
-def _valid_window(_instance: object, _attribute: object, window: int | None) -> None:
-    if window is None:
-        return
-    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+    if not isinstance(info.causal, bool):
+        msg = f"MaskInfo.causal is {info.causal!r}; expected True or False."
+        raise InputError("mask_info", msg)
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
         msg = f"MaskInfo.window is {window!r}; expected an int of at least 1, the number of keys seen, or None."
         raise InputError("mask_info", msg)
-
-
-def _valid_ahead(_instance: object, _attribute: object, ahead: int | None) -> None:
-    if ahead is None:
-        return
-    if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
-        msg = f"MaskInfo.ahead is {ahead!r}; expected an int of at least 0, the number of later keys seen, or None."
-        raise InputError("mask_info", msg)
-
-
-def _valid_padding(instance: MaskInfo, _attribute: object, padding: str | None) -> None:
-    if padding not in (None, "right", "left"):
-        msg = f"MaskInfo.padding is {padding!r}; expected 'right', 'left' or None."
-        raise InputError("mask_info", msg)
-    if padding is not None and instance.keys is None:
+    _check_padding(padding)
+    if padding is not None and keys is None:
         msg = (
             f"MaskInfo.padding is {padding!r} without keys; give keys, bool of shape (batch, k_length), or no padding."
         )
         raise InputError("mask_info", msg)
+    if ahead is not None and (isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0):
+        msg = f"MaskInfo.ahead is {ahead!r}; expected an int of at least 0, the number of later keys seen, or None."
+        raise InputError("mask_info", msg)
 
 
-@attrs.frozen(eq=False)
+def _check_padding(padding: str | None) -> None:
+    if padding not in (None, "right", "left"):
+        msg = f"MaskInfo.padding is {padding!r}; expected 'right', 'left' or None."
+        raise InputError("mask_info", msg)
+
+
+@attrs.frozen(eq=False, init=False)
 class MaskInfo:
     """The structure that a dense mask was built from. Its parts hide keys together: a key is seen if no part hides it.
 
@@ -134,16 +127,35 @@ class MaskInfo:
         InputError: (a `ValueError`) A field means nothing.
     """
 
-    keys: Tensor | None = attrs.field(default=None, validator=_valid_keys)
-    causal: bool = attrs.field(default=False, validator=attrs.validators.instance_of(bool))
-    window: int | None = attrs.field(default=None, validator=_valid_window)
-    padding: Padding | None = attrs.field(default=None, validator=_valid_padding)
-    ahead: int | None = attrs.field(default=None, validator=_valid_ahead)
+    keys: Tensor | None = None
+    causal: bool = False
+    window: int | None = None
+    padding: Padding | None = None
+    ahead: int | None = None
     # What stands for this object where selections are remembered: everything but the keys' values.
     signature: tuple[object, ...] = attrs.field(init=False, repr=False)
     _derived: dict[Hashable, Any] = attrs.field(init=False, factory=dict, repr=False)
 
+    def __init__(
+        self,
+        keys: Tensor | None = None,
+        causal: bool = False,
+        window: int | None = None,
+        padding: Padding | None = None,
+        ahead: int | None = None,
+    ) -> None:
+        # Written out, since torch.compile cannot follow the one that attrs makes for a frozen class.
+        put = object.__setattr__
+        put(self, "keys", keys)
+        put(self, "causal", causal)
+        put(self, "window", window)
+        put(self, "padding", padding)
+        put(self, "ahead", ahead)
+        put(self, "_derived", {})
+        self.__attrs_post_init__()
+
     def __attrs_post_init__(self) -> None:
+        _check(self)
         keys = None if self.keys is None else (self.keys.shape, self.keys.device)
         object.__setattr__(self, "signature", (keys, self.causal, self.window, self.padding, self.ahead))
 
@@ -259,6 +271,7 @@ def mask_for(
     Raises:
         InputError: `keys` do not fit `k_length`, or a value means nothing.
     """
+    _check_padding(padding)
     if keys is not None:
         MaskInfo(keys)  # its dtype and rank, before anything is read of it
         if keys.shape[1] != k_length:
