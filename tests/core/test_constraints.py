@@ -319,31 +319,99 @@ def test_a_known_bad_check_that_raises_refuses():
     assert list(known_bad_for([fb.KnownBad("x", "link", call=lambda call: call.nothing)], PLAIN, "acme")) != []
 
 
+DEVICES = "expected a set of torch's device types, such as 'cpu' and 'cuda'."
+DTYPES = "expected a set of torch.dtype, such as torch.float16."
+LENGTHS = "expected a set of 'equal', 'fewer queries', 'more queries'."
+OPERATORS = "Operators are >=, <=, ==, !=, >, <; terms are joined by commas, as in '>=2.6,<3'."
+RANGES = f"is not an operator and a version. {OPERATORS}"
+
+
 @pytest.mark.parametrize(
-    "make",
+    ("make", "text"),
     [
-        lambda: fb.Constraints(devices="cuda", dtypes={F32}),
-        lambda: attrs.evolve(NOTHING, masks="bool"),
-        lambda: attrs.evolve(NOTHING, masks={"boolean"}),
-        lambda: attrs.evolve(NOTHING, lengths={"fewer"}),
-        lambda: attrs.evolve(NOTHING, causal={"bottom-right"}),
-        lambda: attrs.evolve(NOTHING, queries={1}),
-        lambda: attrs.evolve(NOTHING, capability=(8, 0)),
-        lambda: attrs.evolve(NOTHING, head_dims={64, 128}),
-        lambda: attrs.evolve(NOTHING, v_head_dims=64),
-        lambda: attrs.evolve(NOTHING, guards=[lambda call, sizes: True]),
-        lambda: attrs.evolve(NOTHING, structures=[Structure()]),
-        lambda: fb.HeadDims(multiple=0),
-        lambda: fb.HeadDims(low=0),
-        lambda: fb.StructureRule(keys={"padded"}),
-        lambda: fb.KnownBad("x", "link", package="torch", versions="~=2.6"),
-        lambda: fb.BackendInfo("x", requires={"torch": "2.6 or so"}),
-        lambda: fb.BackendInfo("x", requires=["torch"]),
+        (lambda: fb.Constraints(devices="cuda", dtypes={F32}), f"Constraints.devices is 'cuda'; {DEVICES}"),
+        (lambda: fb.Constraints(devices={"gpu"}, dtypes={F32}), f"Constraints.devices has 'gpu'; {DEVICES}"),
+        (lambda: fb.Constraints(devices={"cuda:0"}, dtypes={F32}), f"Constraints.devices has 'cuda:0'; {DEVICES}"),
+        (lambda: fb.Constraints(devices={""}, dtypes={F32}), f"Constraints.devices has ''; {DEVICES}"),
+        (lambda: fb.Constraints(devices=[0], dtypes={F32}), f"Constraints.devices has 0; {DEVICES}"),
+        (
+            lambda: fb.Constraints(devices=[torch.device("cpu")], dtypes={F32}),
+            f"Constraints.devices has device(type='cpu'); {DEVICES}",
+        ),
+        (lambda: attrs.evolve(NOTHING, by_name={"gpu"}), f"Constraints.by_name has 'gpu'; {DEVICES}"),
+        (lambda: attrs.evolve(NOTHING, dtypes={"float32"}), f"Constraints.dtypes has 'float32'; {DTYPES}"),
+        (lambda: attrs.evolve(NOTHING, dtypes=F32), f"Constraints.dtypes is torch.float32; {DTYPES}"),
+        (
+            lambda: attrs.evolve(NOTHING, masks="bool"),
+            "Constraints.masks is 'bool'; expected a set of 'additive', 'bool', 'none'.",
+        ),
+        (
+            lambda: attrs.evolve(NOTHING, masks={"boolean"}),
+            "Constraints.masks has 'boolean'; expected a set of 'additive', 'bool', 'none'.",
+        ),
+        (lambda: attrs.evolve(NOTHING, lengths={"fewer"}), f"Constraints.lengths has 'fewer'; {LENGTHS}"),
+        (lambda: attrs.evolve(NOTHING, causal={"bottom-right"}), f"Constraints.causal has 'bottom-right'; {LENGTHS}"),
+        (lambda: attrs.evolve(NOTHING, causal=True), f"Constraints.causal is True; {LENGTHS}"),
+        (lambda: attrs.evolve(NOTHING, queries={1}), "Constraints.queries has 1; expected a set of 'many', 'one'."),
+        (
+            lambda: attrs.evolve(NOTHING, queries=[["one"]]),
+            "Constraints.queries is [['one']]; expected a set of 'many', 'one'.",
+        ),
+        (
+            lambda: attrs.evolve(NOTHING, capability=(8, 0)),
+            "Constraints.capability is (8, 0); expected ((major, minor), (major, minor)), lowest and highest.",
+        ),
+        (lambda: attrs.evolve(NOTHING, head_dims={64}), "Constraints.head_dims is {64}; expected HeadDims."),
+        (lambda: attrs.evolve(NOTHING, v_head_dims=64), "Constraints.v_head_dims is 64; expected HeadDims or None."),
+        (lambda: attrs.evolve(NOTHING, guards=["no"]), "Constraints.guards has 'no'; expected a list of Guard."),
+        (lambda: attrs.evolve(NOTHING, wrapped={1}), "Constraints.wrapped has 1; expected a set of str."),
+        (
+            lambda: attrs.evolve(NOTHING, structures=["padding"]),
+            "Constraints.structures has 'padding'; expected a list of StructureRule.",
+        ),
+        (
+            lambda: attrs.evolve(NOTHING, structures=Structure),
+            f"Constraints.structures is {Structure!r}; expected a list of StructureRule.",
+        ),
+        (lambda: fb.HeadDims(multiple=0), "'multiple' must be >= 1: 0"),
+        (lambda: fb.HeadDims(low=0), "'low' must be >= 1: 0"),
+        (lambda: fb.HeadDims(low="64"), "HeadDims.low is '64'; expected int."),
+        (lambda: fb.HeadDims(high="64"), "HeadDims.high is '64'; expected int or None."),
+        (lambda: fb.HeadDims(only=64), "HeadDims.only is 64; expected a set of int."),
+        (
+            lambda: fb.StructureRule(keys={"right_padding"}),
+            "StructureRule.keys has 'right_padding'; expected a set of 'any', 'left', 'none', 'right'.",
+        ),
+        (lambda: fb.StructureRule(window=True), "StructureRule.window is True; expected a set of False, True."),
+        (
+            lambda: fb.KnownBad("x", "link", package="torch", versions="~=2.6"),
+            f"KnownBad.versions '~=2.6': '~=2.6' {RANGES}",
+        ),
+        (
+            lambda: fb.BackendInfo("x", requires={"torch": "2.6 or so"}),
+            f"BackendInfo.requires '2.6 or so': '2.6 or so' {RANGES}",
+        ),
+        (
+            lambda: fb.BackendInfo("x", requires={"torch": 2.6}),
+            f"BackendInfo.requires 2.6: 2.6 {RANGES}",
+        ),
+        (
+            lambda: fb.BackendInfo("x", requires=["torch"]),
+            "BackendInfo.requires is ['torch']; expected version ranges by distribution, "
+            "such as {'flash-attn': '>=2.6'}.",
+        ),
     ],
 )
-def test_a_declaration_that_would_quietly_mean_something_else_is_an_error(make):
-    with pytest.raises((TypeError, ValueError)):
+def test_a_declaration_that_would_quietly_mean_something_else_is_an_error_in_words(make, text):
+    with pytest.raises((TypeError, ValueError)) as caught:
         make()
+
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "xpu", "mps", "xla", "hpu", "meta", "privateuseone"])
+def test_every_device_of_torch_can_be_named_whether_it_is_here_or_not(device):
+    assert fb.Constraints(devices=[device], dtypes=[BF16]).devices == {device}
 
 
 def test_version_ranges_are_lists_of_terms():

@@ -221,11 +221,13 @@ def test_an_import_that_fails_is_tried_once():
         (hooks_of(Fake()) | {"known_bad": lambda: 3}, "TypeError: 'int' object is not iterable"),
         (
             hooks_of(Fake()) | {"constraints": lambda: fb.Constraints(devices="cpu", dtypes=())},
-            "TypeError: 'cpu' is text; expected a set such as {'cpu'}.",
+            "ValueError: Constraints.devices is 'cpu'; "
+            "expected a set of torch's device types, such as 'cpu' and 'cuda'.",
         ),
         (
             hooks_of(Fake()) | {"info": lambda: fb.BackendInfo("x", requires={"torch": "new"})},
-            "ValueError: version range 'new': 'new' is not an operator and a version.",
+            "ValueError: BackendInfo.requires 'new': 'new' is not an operator and a version. "
+            "Operators are >=, <=, ==, !=, >, <; terms are joined by commas, as in '>=2.6,<3'.",
         ),
     ],
 )

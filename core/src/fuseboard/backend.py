@@ -36,10 +36,11 @@ class Exactness(enum.Enum):
 
 def _valid_requires(_instance: object, _attribute: object, requires: Mapping[str, str]) -> None:
     if not isinstance(requires, Mapping):
-        msg = f"requires is {requires!r}; expected version ranges by distribution, such as {{'flash-attn': '>=2.6'}}."
+        expected = "version ranges by distribution, such as {'flash-attn': '>=2.6'}"
+        msg = f"BackendInfo.requires is {requires!r}; expected {expected}."
         raise TypeError(msg)
     for versions in requires.values():
-        version_terms(versions)
+        version_terms(versions, "BackendInfo.requires")
 
 
 @attrs.frozen

@@ -23,56 +23,114 @@ __all__ = ["ALL_LENGTHS", "Constraints", "Guard", "HeadDims", "KnownBad", "Refus
 ALL_LENGTHS: frozenset[Lengths] = frozenset({"equal", "fewer queries", "more queries"})
 
 
-def _set(values: Iterable[Any]) -> frozenset[Any]:
-    if isinstance(values, str):  # a set of its letters would refuse everything, quietly
-        msg = f"{values!r} is text; expected a set such as {{{values!r}}}."
-        raise TypeError(msg)
-    return frozenset(values)
+def _set(values: Iterable[Any]) -> Any:
+    """A set of them. What cannot be one, text included, is left as it is to the field's validator, which has words."""
+    try:
+        return values if isinstance(values, str) else frozenset(values)
+    except TypeError:
+        return values
+
+
+def _tuple(values: Iterable[Any]) -> Any:
+    return values if isinstance(values, str) or not isinstance(values, Iterable) else tuple(values)
+
+
+def _each(fits: Callable[[Any], bool], allowed: str) -> Any:
+    """A validator: a set or list of what fits and of nothing else. A misspelt word would refuse everything, quietly."""
+
+    def check(instance: object, attribute: Any, values: Any) -> None:
+        many = isinstance(values, (frozenset, tuple))
+        wrong = [each for each in values if not fits(each)] if many else [values]
+        if wrong:
+            kind = "list" if attribute.converter is _tuple else "set"
+            msg = (
+                f"{_place(instance, attribute)} {'has' if many else 'is'} {wrong[0]!r}; expected a {kind} of {allowed}."
+            )
+            raise ValueError(msg)
+
+    return check
 
 
 def _among(*allowed: object) -> Any:
-    """A validator: a set of these words and no others. A misspelt one would refuse everything, quietly."""
-    return attrs.validators.deep_iterable(attrs.validators.in_(allowed))
+    return _each(lambda each: each in allowed, ", ".join(map(repr, sorted(allowed, key=str))))
 
 
 def _all_are(kind: type) -> Any:
-    return attrs.validators.deep_iterable(attrs.validators.instance_of(kind))
+    return _each(lambda each: isinstance(each, kind), kind.__name__)
+
+
+def _is(kind: type, *, optional: bool = False) -> Any:
+    """A validator: one of that class."""
+
+    def check(instance: object, attribute: Any, value: Any) -> None:
+        if not isinstance(value, kind) and not (optional and value is None):
+            msg = (
+                f"{_place(instance, attribute)} is {value!r}; expected {kind.__name__}{' or None' if optional else ''}."
+            )
+            raise TypeError(msg)
+
+    return check
+
+
+def _place(instance: object, attribute: Any) -> str:
+    return f"{type(instance).__name__}.{attribute.name}"
+
+
+def _is_device(word: Any) -> bool:
+    import torch  # noqa: PLC0415 - loaded by whoever declares dtypes
+
+    try:
+        return isinstance(word, str) and torch.device(word).type == word
+    except RuntimeError:
+        return False
+
+
+def _is_dtype(value: Any) -> bool:
+    import torch  # noqa: PLC0415 - as above
+
+    return isinstance(value, torch.dtype)
+
+
+_devices = _each(_is_device, "torch's device types, such as 'cpu' and 'cuda'")
 
 
 _TERM = re.compile(r"\s*(>=|<=|==|!=|>|<)\s*([0-9][^\s,]*)\s*")
 
 
-def version_terms(wanted: str) -> list[tuple[str, str]]:
+def version_terms(wanted: str, of: str = "version range") -> list[tuple[str, str]]:
     """The operators and versions of a range such as `>=2.6,<3`; an empty range has none.
+
+    Args:
+        wanted: The range.
+        of: What it is, for the error.
 
     Raises:
         ValueError: It is no such range.
     """
     terms = []
-    for term in filter(None, (each.strip() for each in wanted.split(","))):
-        match = _TERM.fullmatch(term)
+    for term in filter(None, (each.strip() for each in wanted.split(","))) if isinstance(wanted, str) else (wanted,):
+        match = _TERM.fullmatch(str(term))
         if match is None:
-            msg = f"version range {wanted!r}: {term!r} is not an operator and a version."
+            msg = (
+                f"{of} {wanted!r}: {term!r} is not an operator and a version. "
+                "Operators are >=, <=, ==, !=, >, <; terms are joined by commas, as in '>=2.6,<3'."
+            )
             raise ValueError(msg)
         terms.append((match[1], match[2]))
     return terms
 
 
-def _valid_range(_instance: object, _attribute: object, wanted: str | None) -> None:
+def _valid_range(instance: object, attribute: Any, wanted: str | None) -> None:
     if wanted is not None:
-        version_terms(wanted)
+        version_terms(wanted, _place(instance, attribute))
 
 
-def _valid_capability(_instance: object, _attribute: object, value: Any) -> None:
+def _valid_capability(instance: object, attribute: Any, value: Any) -> None:
     match value:
         case None | ((int(), int()), (int(), int())):
             return
-    msg = f"capability is {value!r}; expected ((major, minor), (major, minor)), lowest and highest."
+    msg = f"{_place(instance, attribute)} is {value!r}; expected ((major, minor), (major, minor)), lowest and highest."
     raise ValueError(msg)
-
-
-def _tuple(values: Iterable[Any]) -> tuple[Any, ...]:
-    return tuple(values)
 
 
 @attrs.frozen
@@ -106,10 +164,10 @@ class Refusal:
 class HeadDims:
     """The head dimensions a kernel takes: from `low` to `high` in steps of `multiple`, or `only` those listed."""
 
-    low: int = attrs.field(default=1, validator=attrs.validators.ge(1))
-    high: int | None = None
-    multiple: int = attrs.field(default=1, validator=attrs.validators.ge(1))
-    only: frozenset[int] = attrs.field(default=frozenset(), converter=_set)
+    low: int = attrs.field(default=1, validator=[_is(int), attrs.validators.ge(1)])
+    high: int | None = attrs.field(default=None, validator=_is(int, optional=True))
+    multiple: int = attrs.field(default=1, validator=[_is(int), attrs.validators.ge(1)])
+    only: frozenset[int] = attrs.field(default=frozenset(), converter=_set, validator=_all_are(int))
 
     def admits(self, dim: int) -> bool:
         """Whether `dim` is one of them."""
@@ -147,9 +205,11 @@ class StructureRule:
     keys: frozenset[Keys] = attrs.field(
         default=frozenset({"none"}), converter=_set, validator=_among("none", "any", "right", "left")
     )
-    causal: frozenset[bool] = attrs.field(default=frozenset({False, True}), converter=_set)
-    window: frozenset[bool] = attrs.field(default=frozenset({False}), converter=_set)
-    ahead: frozenset[bool] = attrs.field(default=frozenset({False}), converter=_set)
+    causal: frozenset[bool] = attrs.field(
+        default=frozenset({False, True}), converter=_set, validator=_among(False, True)
+    )
+    window: frozenset[bool] = attrs.field(default=frozenset({False}), converter=_set, validator=_among(False, True))
+    ahead: frozenset[bool] = attrs.field(default=frozenset({False}), converter=_set, validator=_among(False, True))
     lengths: frozenset[Lengths] = attrs.field(default=ALL_LENGTHS, converter=_set, validator=_among(*ALL_LENGTHS))
     backward: bool = True
 
@@ -225,7 +285,7 @@ class Constraints:
     """What a backend takes. A default is the cautious answer: what is not claimed is refused.
 
     Attributes:
-        devices: Device types.
+        devices: Device types, in torch's words (`torch.device(...).type`).
         dtypes: Of q, k and v.
         capability: Lowest and highest CUDA compute capability, both included.
         head_dims: Of q and k.
@@ -250,13 +310,13 @@ class Constraints:
         by_name: Device types on which only a policy that names it takes it, such as a form that is there for checking.
     """
 
-    devices: frozenset[str] = attrs.field(converter=_set)
-    dtypes: frozenset[torch.dtype] = attrs.field(converter=_set)
-    capability: tuple[tuple[int, int], tuple[int, int]] | None = attrs.field(default=None, validator=_valid_capability)
-    head_dims: HeadDims = attrs.field(default=HeadDims(), validator=attrs.validators.instance_of(HeadDims))
-    v_head_dims: HeadDims | None = attrs.field(
-        default=None, validator=attrs.validators.optional(attrs.validators.instance_of(HeadDims))
+    devices: frozenset[str] = attrs.field(converter=_set, validator=_devices)
+    dtypes: frozenset[torch.dtype] = attrs.field(
+        converter=_set, validator=_each(_is_dtype, "torch.dtype, such as torch.float16")
     )
+    capability: tuple[tuple[int, int], tuple[int, int]] | None = attrs.field(default=None, validator=_valid_capability)
+    head_dims: HeadDims = attrs.field(default=HeadDims(), validator=_is(HeadDims))
+    v_head_dims: HeadDims | None = attrs.field(default=None, validator=_is(HeadDims, optional=True))
     gqa: bool = False
     queries: frozenset[Literal["one", "many"]] = attrs.field(
         default=frozenset({"one", "many"}), converter=_set, validator=_among("one", "many")
@@ -276,9 +336,9 @@ class Constraints:
     backward: bool = False
     empty: bool = False
     any_stride: bool = False
-    wrapped: frozenset[str] = attrs.field(default=frozenset(), converter=_set)
+    wrapped: frozenset[str] = attrs.field(default=frozenset(), converter=_set, validator=_all_are(str))
     guards: tuple[Guard, ...] = attrs.field(default=(), converter=_tuple, validator=_all_are(Guard))
-    by_name: frozenset[str] = attrs.field(default=frozenset(), converter=_set)
+    by_name: frozenset[str] = attrs.field(default=frozenset(), converter=_set, validator=_devices)
 
     def form(self, call: Call) -> Form:
         """How a kernel is given the call's mask: the structure where it takes it, else the mask, maybe written out."""
