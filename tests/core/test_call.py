@@ -350,3 +350,27 @@ def test_under_auto_the_error_is_the_references_own(site, arguments):
     assert outcome(lambda: fb.attention(q, k, v, site=site, mask=mask, **shared, **gqa)) == expected
     with fb.bind("auto"):
         assert outcome(lambda: fb.attention(q, k, v, site=site, mask=mask, **shared, **gqa)) == expected
+
+
+def test_calls_that_differ_are_told_apart_in_words():
+    q = torch.randn(1, 2, 4, 8, dtype=torch.float16)
+    strided = torch.randn(1, 2, 8, 4, dtype=torch.float16).transpose(2, 3)
+    wide, low = torch.zeros(4, 4), torch.zeros(4, 4, dtype=torch.float16)
+    words = {
+        str(describe(*given, **options)[0])
+        for given, options in (
+            ((q, q, q), {}),
+            ((strided, q, q), {}),
+            ((q.as_subclass(Subclass), q, q), {}),
+            ((q, q, q), {"scale": 0.5}),
+            ((q, q, q), {"scale": -0.5}),
+            ((q, q, q), {"mask": low}),
+            ((q, q, q), {"mask": wide}),
+        )
+    }
+
+    assert len(words) == 7
+
+
+class Subclass(torch.Tensor):
+    pass

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import copy
 import functools
 import gc
+import pickle
 
 import pytest
 import torch
@@ -153,3 +155,20 @@ def test_the_reference_uses_the_dense_mask_and_not_the_structure_beside_it(site)
 
     out = fb.attention(q, k, v, site=site, mask=mask, mask_info=fb.MaskInfo(causal=True))
     assert same_bits(out, F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+
+
+def test_a_model_s_copy_has_its_sites_and_a_pickle_means_the_living_one():
+    site = fb.Site("copied.site")
+    model = torch.nn.Linear(1, 1)
+    model.site = site
+    with registered(("a", Fake())), fb.bind("exact"):
+        fb.attention(*qkv(), site=site)  # from here on it holds a table, which cannot be copied
+
+    assert copy.deepcopy(model).site is site
+    assert copy.copy(site) is site
+    assert pickle.loads(pickle.dumps(model)).site is site
+    kept = pickle.dumps(site)
+    del model, site
+    gc.collect()
+    with pytest.raises(SiteError, match=r"no site .copied\.site. lives in this process; import the module"):
+        pickle.loads(kept)

@@ -95,10 +95,13 @@ class Call:
             "one query" if self.one_query else "more than 1024 queries" if self.long_queries else "many queries"
         )
         parts.append("equal lengths" if self.lengths == "equal" else self.lengths)
-        parts += [f"{self.mask} mask"] if self.mask != "none" else []
+        of = f" of {str(self.mask_dtype).removeprefix('torch.')}" if self.mask_dtype not in (None, self.dtype) else ""
+        parts += [f"{self.mask} mask{of}"] if self.mask != "none" else []
         parts += [f"structure: {self.structure}"] if self.structure is not None else []
-        flags = ("gqa", "empty", "causal", "custom_scale", "dropout", "grad", "mask_grad")
+        flags = ("gqa", "empty", "causal", "custom_scale", "negative_scale", "dropout", "grad", "mask_grad")
         parts += [name.replace("_", " ") for name in flags if getattr(self, name)]
+        parts += [] if self.packed_last else ["last axis strided"]
+        parts += [f"in {self.wrapped}"] if self.wrapped is not None else []
         return ", ".join(parts)
 
 

@@ -107,6 +107,16 @@ class Site:
             given["dropout_p"] = dropout_p
         return self.reference(q, k, v, **given)
 
+    def __copy__(self) -> Site:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Site:
+        """Itself: a model that holds its site is copied, and the place in the engine is the same."""
+        return self
+
+    def __reduce__(self) -> Any:
+        return _living, (self.name,)
+
     def __repr__(self) -> str:
         flags = ("" if self.swappable else ", swappable=False") + ("" if self.approx_ok else ", approx_ok=False")
         return f"Site({self.name!r}{flags})"
@@ -116,6 +126,16 @@ def sites() -> dict[str, Site]:
     """The living sites by name, in the order of their names."""
     with _lock:
         return dict(sorted(_sites.items()))
+
+
+def _living(name: str) -> Site:
+    """The site that a pickle means."""
+    with _lock:
+        found = _sites.get(name)
+    if found is None:
+        msg = f"no site {name!r} lives in this process; import the module that makes it before you unpickle."
+        raise SiteError(msg)
+    return found
 
 
 def _takes_qkv(reference: Callable[..., Tensor]) -> bool:
