@@ -318,8 +318,10 @@ def test_a_plugin_module_that_crashes_is_a_reason_and_a_fault(ask):
 
 
 @pytest.mark.slow
-def test_a_plugin_module_that_raises_is_a_reason_of_stage_plugin(ask):
-    assert told(ask(plugin="raise OSError('no disk')\n")) == (False, "plugin", "OSError: no disk")
+def test_a_plugin_module_that_raises_is_a_reason_of_stage_plugin(ask, tmp_path):
+    answer = ask(plugin="raise OSError('no disk')\n")
+
+    assert told(answer) == (False, "plugin", f"OSError: no disk ({tmp_path / 'site' / 'acme_attention.py'}:1)")
 
 
 def test_a_plugin_module_that_hangs_is_a_fault(acme):

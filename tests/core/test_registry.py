@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 import sys
 from types import ModuleType
 
 import attrs
+import fakes
 import pytest
 import torch
 from fakes import CPU, Fake, entry, entry_of, hooks_of, in_threads, plugin, qkv, registered
@@ -31,6 +33,11 @@ def only_fault(*entries):
     backends = made.backends()
     (fault,) = made.faults
     return fault, [each.name for each in backends]
+
+
+def placed(text):
+    """A fault's text with every place in this file or in the fakes as PLACE."""
+    return re.sub(rf"\((?:{re.escape(__file__)}|{re.escape(fakes.__file__)}):\d+\)", "(PLACE)", text)
 
 
 def loads(load, name="bad"):
@@ -143,15 +150,17 @@ def test_an_unknown_name_resolves_to_none():
 
 # ---- plugins at fault
 
+ADVICE = "; import the kernel package inside kernel(), not at the top of the module."
+
 
 @pytest.mark.parametrize(
     ("error", "text"),
     [
-        (ImportError("libcudart.so.12: not found\nmore"), "ImportError: libcudart.so.12: not found"),
-        (ModuleNotFoundError("No module named 'acme'"), "ModuleNotFoundError: No module named 'acme'"),
-        (OSError("undefined symbol"), "OSError: undefined symbol"),
-        (AttributeError("no such function"), "AttributeError: no such function"),
-        (RuntimeError(), "RuntimeError"),
+        (ImportError("libcudart.so.12: not found\nmore"), f"ImportError: libcudart.so.12: not found (PLACE){ADVICE}"),
+        (ModuleNotFoundError("No module named 'ac'"), f"ModuleNotFoundError: No module named 'ac' (PLACE){ADVICE}"),
+        (OSError("undefined symbol"), "OSError: undefined symbol (PLACE)"),
+        (AttributeError("no such function"), "AttributeError: no such function (PLACE)"),
+        (RuntimeError(), "RuntimeError (PLACE)"),
         (SystemExit(3), "its import called sys.exit(3)."),
     ],
 )  # fmt: skip
@@ -160,8 +169,8 @@ def test_an_import_that_fails_is_a_fault_with_the_first_line_of_its_reason(error
         raise error
 
     fault, names = only_fault(loads(load), entry("good"))
-    assert fault.message == text
-    assert str(fault) == f"'bad' (acme-kernels 1.2): {text}"
+    assert placed(fault.message) == text
+    assert placed(str(fault)) == f"'bad' (acme-kernels 1.2): {text}"
     assert names == ["good"]
 
 
@@ -173,7 +182,7 @@ def test_an_error_whose_own_text_raises_is_a_fault_all_the_same():
     def load():
         raise Broken
 
-    assert only_fault(loads(load))[0].message == "Broken"
+    assert placed(only_fault(loads(load))[0].message) == "Broken (PLACE)"
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, GeneratorExit])
@@ -214,41 +223,100 @@ def test_an_import_that_fails_is_tried_once():
             {"info": lambda: fb.BackendInfo("x"), "constraints": lambda: None},
             "it lacks the required hook kernel (marked @fuseboard.hookimpl).",
         ),
-        (hooks_of(Fake()) | {"info": lambda: "a kernel"}, "hook info gave 'a kernel'; expected BackendInfo."),
-        (hooks_of(Fake()) | {"info": lambda: None}, "hook info gave None; expected BackendInfo."),
-        (hooks_of(Fake()) | {"constraints": lambda: {"a": 1}}, "hook constraints gave {'a': 1}; expected Constraints."),
-        (hooks_of(Fake()) | {"known_bad": lambda: ["sm_120"]}, "hook known_bad gave 'sm_120'; expected KnownBad."),
-        (hooks_of(Fake()) | {"known_bad": lambda: 3}, "TypeError: 'int' object is not iterable"),
+        (hooks_of(Fake()) | {"info": lambda: "a kernel"}, "hook info gave 'a kernel'; expected BackendInfo (PLACE)."),
+        (hooks_of(Fake()) | {"info": lambda: None}, "hook info gave None; expected BackendInfo (PLACE)."),
+        (
+            hooks_of(Fake()) | {"constraints": lambda: {"a": 1}},
+            "hook constraints gave {'a': 1}; expected Constraints (PLACE).",
+        ),
+        (
+            hooks_of(Fake()) | {"known_bad": lambda: ["sm_120"]},
+            "hook known_bad gave 'sm_120'; expected KnownBad (PLACE).",
+        ),
+        (
+            hooks_of(Fake()) | {"known_bad": lambda: 3},
+            "hook known_bad raised TypeError: 'int' object is not iterable (PLACE).",
+        ),
         (
             hooks_of(Fake()) | {"constraints": lambda: fb.Constraints(devices="cpu", dtypes=())},
-            "ValueError: Constraints.devices is 'cpu'; "
-            "expected a set of torch's device types, such as 'cpu' and 'cuda'.",
+            "hook constraints raised ValueError: Constraints.devices is 'cpu'; "
+            "expected a set of torch's device types, such as 'cpu' and 'cuda' (PLACE).",
         ),
         (
             hooks_of(Fake()) | {"info": lambda: fb.BackendInfo("x", requires={"torch": "new"})},
-            "ValueError: BackendInfo.requires 'new': 'new' is not an operator and a version. "
-            "Operators are >=, <=, ==, !=, >, <; terms are joined by commas, as in '>=2.6,<3'.",
+            "hook info raised ValueError: BackendInfo.requires 'new': 'new' is not an operator and a version. "
+            "Operators are >=, <=, ==, !=, >, <; terms are joined by commas, as in '>=2.6,<3' (PLACE).",
         ),
     ],
 )
 def test_a_hook_that_is_missing_or_of_the_wrong_type_is_a_fault(hooks, message):
     fault, names = only_fault(entry_of("bad", **hooks), entry("good"))
 
-    assert fault.message == message
+    assert placed(fault.message) == message
     assert names == ["good"]
 
 
 def test_an_unknown_hook_is_a_fault():
     fault, _ = only_fault(entry_of("bad", **hooks_of(Fake()), tolerence=lambda dtype: 1.0))
 
-    assert "unknown hook 'tolerence'" in fault.message
+    assert placed(fault.message) == (
+        "unknown hook 'tolerence' (PLACE). Did you mean 'tolerance'? Hooks are info, constraints, known_bad, "
+        "install_line, probe, kernel, tolerance, exactness, rank."
+    )
+
+
+@pytest.mark.parametrize("name", ["exactness", "rank", "kernel"])
+def test_a_function_with_a_hooks_name_and_without_the_mark_is_a_fault(name):
+    module = ModuleType("acme")
+    for hook, function in hooks_of(Fake()).items():
+        setattr(module, hook, fb.hookimpl(function))
+
+    def forgotten(call):
+        pytest.fail("it was called")
+
+    forgotten.__module__ = "acme"
+    setattr(module, name, forgotten)
+
+    fault, _ = only_fault(loads(lambda: module))
+    assert placed(fault.message) == (
+        f"function {name} has a hook's name and no @fuseboard.hookimpl; mark it, or rename it (PLACE)."
+    )
+
+
+def test_a_method_with_a_hooks_name_and_without_the_mark_is_a_fault():
+    class Plugin:
+        @fb.hookimpl
+        def info(self):
+            return fb.BackendInfo("x")
+
+        @fb.hookimpl
+        def constraints(self):
+            return fb.Constraints(devices={"cpu"}, dtypes={torch.float32})
+
+        @fb.hookimpl
+        def kernel(self, device):
+            return device
+
+        def rank(self, call):
+            return 1.0
+
+    assert only_fault(loads(Plugin))[0].message.startswith("function rank has a hook's name and no @fuseboard.hookimpl")
+
+
+def test_what_a_plugin_imports_under_a_hooks_name_is_its_own_affair():
+    module = ModuleType("acme")
+    for hook, function in hooks_of(Fake()).items():
+        setattr(module, hook, fb.hookimpl(function))
+    module.probe, module.tolerance = logging.info, 3
+
+    assert board(loads(lambda: module)).resolve("bad") is not None
 
 
 def test_a_wrong_signature_is_a_fault_that_shows_the_right_one():
     fault, _ = only_fault(entry_of("bad", **hooks_of(Fake()) | {"tolerance": lambda dtypes: 1.0}))
 
     assert "dtypes" in fault.message
-    assert "The hook is tolerance(dtype: 'torch.dtype') -> 'float'." in fault.message
+    assert placed(fault.message).endswith(" (PLACE). The hook is tolerance(dtype: 'torch.dtype') -> 'float'.")
 
 
 def test_a_class_in_place_of_its_instance_is_a_fault():
@@ -278,20 +346,23 @@ def raise_(error):
     raise error
 
 
+LINE = "pip install --no-deps acme-kernels"
+
+
 @pytest.mark.parametrize(
-    ("hook", "bad", "answer"),
+    ("hook", "bad", "said", "answer"),
     [
-        ("exactness", lambda call: raise_(KeyError("x")), fb.Exactness.APPROXIMATE),
-        ("exactness", lambda call: "exact", fb.Exactness.APPROXIMATE),
-        ("rank", lambda call: raise_(KeyError("x")), float("inf")),
-        ("rank", lambda call: None, float("inf")),
-        ("tolerance", lambda dtype: raise_(KeyError("x")), 0.0),
-        ("tolerance", lambda dtype: "2e-3", 0.0),
-        ("install_line", lambda torch_version: raise_(KeyError("x")), "pip install --no-deps acme-kernels"),
-        ("install_line", lambda torch_version: None, "pip install --no-deps acme-kernels"),
+        ("exactness", lambda call: raise_(KeyError("x")), "raised KeyError: 'x'", fb.Exactness.APPROXIMATE),
+        ("exactness", lambda call: "exact", "gave 'exact'; expected Exactness", fb.Exactness.APPROXIMATE),
+        ("rank", lambda call: raise_(KeyError("x")), "raised KeyError: 'x'", float("inf")),
+        ("rank", lambda call: None, "gave None; expected int or float", float("inf")),
+        ("tolerance", lambda dtype: raise_(KeyError("x")), "raised KeyError: 'x'", 0.0),
+        ("tolerance", lambda dtype: "2e-3", "gave '2e-3'; expected int or float", 0.0),
+        ("install_line", lambda torch_version: raise_(KeyError("x")), "raised KeyError: 'x'", LINE),
+        ("install_line", lambda torch_version: None, "gave None; expected str", LINE),
     ],
 )
-def test_a_hook_that_fails_later_gets_the_cautious_answer_and_one_fault(hook, bad, answer):
+def test_a_hook_that_fails_later_gets_the_cautious_answer_and_one_fault(hook, bad, said, answer, caplog):
     made = board(entry_of("bad", **hooks_of(Fake()) | {hook: bad}))
     backend = made.resolve("bad")
     call, sizes = describe(*qkv())
@@ -304,7 +375,24 @@ def test_a_hook_that_fails_later_gets_the_cautious_answer_and_one_fault(hook, ba
 
     assert [getattr(backend, "install" if hook == "install_line" else hook)(*given) for _ in range(3)] == [answer] * 3
     (fault,) = made.faults
-    assert fault.message.startswith(f"hook {hook} failed and is answered by ")
+    assert placed(fault.message) == f"hook {hook} {said} (PLACE). Taken instead: {answer}."
+    (line,) = (each.getMessage() for each in caplog.records)
+    assert line == f"plugin at fault: {fault}"  # and not that it is ignored: it is used
+
+
+def test_a_fault_tells_the_plugins_line_and_neither_the_cores_nor_that_of_a_package_it_calls(here):
+    text = GOOD.replace("return fb.BackendInfo", "return helped")
+    text += "\n\ndef helped(summary):\n    import fractions\n    return fractions.Fraction(summary)\n"
+    here("bad-kernels", "[fuseboard.backends]\nbad = bad_plugin\n", bad_plugin=text)
+    made = Registry(config=Settings())
+    made.resolve("bad")
+
+    (fault,) = made.faults_of("bad")
+    file = sys.modules["bad_plugin"].__file__
+    assert fault.message == (
+        "hook info raised ValueError: Invalid literal for Fraction: 'acme' "
+        f"({file}:{text.splitlines().index('    return fractions.Fraction(summary)') + 1})."
+    )
 
 
 def test_the_faults_of_a_backend_are_its_own_and_not_those_of_a_namesake_that_is_not_used():
@@ -524,6 +612,8 @@ def test_a_plugin_that_is_installed_and_faulty_leaves_the_others_alone(here):
 
     assert "acme" in [each.name for each in made.backends()]
     assert {each.name for each in made.faults} >= {"bad", "worse", "worst"}
+    (worse,) = made.faults_of("worse")
+    assert worse.message == "ModuleNotFoundError: No module named 'nowhere'"  # it has no top of a module to mend
 
 
 @pytest.mark.parametrize("metadata", [None, "", "\xff\xfe nonsense"])

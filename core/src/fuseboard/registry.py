@@ -6,12 +6,15 @@ A `Registry` also holds what the process has learnt about its backends: verdicts
 from __future__ import annotations
 
 import contextlib
+import difflib
+import functools
 import importlib.metadata
 import inspect
 import logging
 import math
 import re
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -48,6 +51,8 @@ INSTALL_HINTS = {
 
 RESERVED = frozenset({"auto", "exact", "fast", "tuned", "reference"})
 """Words that mean something else where a backend's name could stand."""
+
+HOOKS = tuple(name for name, each in vars(hookspecs).items() if hasattr(each, "fuseboard_spec"))
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")
 
@@ -238,10 +243,10 @@ class Registry:
             log.warning("FUSEBOARD_DISABLE names %r, which no installed plugin or backend is called.", word)
         return chosen
 
-    def _fault(self, entry: Entry, message: str) -> None:
+    def _fault(self, entry: Entry, message: str, *, effect: str = "plugin ignored") -> None:
         fault = Fault(entry.name, entry.distribution, entry.version, message)
         self.faults.append(fault)
-        log.warning("plugin ignored: %s", fault)
+        log.warning("%s: %s", effect, fault)
 
     def _load(self, entry: Entry) -> Backend | None:
         """Load, register and ask one plugin. Whatever it does wrong becomes a Fault; only cancellation passes."""
@@ -260,7 +265,13 @@ class Registry:
         return None
 
     def _ask(self, entry: Entry, manager: pluggy.PluginManager) -> Backend:
-        implemented = {caller.name for caller in manager.get_hookcallers(manager.get_plugin(entry.name)) or ()}
+        plugin = manager.get_plugin(entry.name)
+        implemented = {caller.name for caller in manager.get_hookcallers(plugin) or ()}
+        for name in HOOKS:
+            if name not in implemented and _is_own(plugin, name):
+                place = _defined(getattr(plugin, name))
+                msg = f"function {name} has a hook's name and no @fuseboard.hookimpl; mark it, or rename it{place}."
+                raise _HookError(msg)
         missing = [name for name in hookspecs.REQUIRED if name not in implemented]
         if missing:
             msg = f"it lacks the required hook {' and '.join(missing)} (marked @fuseboard.hookimpl)."
@@ -272,22 +283,22 @@ class Registry:
             caller = getattr(manager.hook, name)
             names = tuple(inspect.signature(getattr(hookspecs, name)).parameters)
             implementation = caller.get_hookimpls()[-1]
+            named = functools.wraps(implementation.function)  # so that `_defined` finds the plugin's line
             if implementation.wrapper or implementation.hookwrapper:
-                return lambda *given: caller(**dict(zip(names, given, strict=True)))
+                return named(lambda *given: caller(**dict(zip(names, given, strict=True))))
             # One plugin, one implementation: called directly with the arguments it takes, at a twentieth of the cost of
             # a hook call.
             function, taken = implementation.function, tuple(implementation.argnames)
             if taken == names:
                 return function  # type: ignore[no-any-return]
             if not taken:
-                return lambda *_: function()
+                return named(lambda *_: function())
             places = [names.index(each) for each in taken]
-            return lambda *given: function(*[given[place] for place in places])
+            return named(lambda *given: function(*[given[place] for place in places]))
 
-        info = _typed("info", hook("info", _never)(), BackendInfo)
-        constraints = _typed("constraints", hook("constraints", _never)(), Constraints)
-        bad = hook("known_bad", tuple)()
-        known_bad = tuple(_typed("known_bad", each, KnownBad) for each in (bad if bad is not None else ()))
+        info = _answer("info", hook("info", _never), BackendInfo)
+        constraints = _answer("constraints", hook("constraints", _never), Constraints)
+        known_bad = _listed("known_bad", hook("known_bad", tuple), KnownBad)
         rank, exactness = hook("rank", lambda *_: math.inf), hook("exactness", lambda _call: Exactness.APPROXIMATE)
         tolerance = hook("tolerance", lambda dtype: DEFAULT_TOLERANCE.get(str(dtype).removeprefix("torch."), 0.0))
         probe = hook("probe", lambda _device: None)
@@ -317,11 +328,11 @@ class Registry:
         def asked(*given: Any) -> T:
             nonlocal told
             try:
-                answer: T = _typed(hook, ask(*given), kind)
+                answer: T = _answer(hook, ask, kind, *given)
             except Exception as error:  # noqa: BLE001 - a hook may raise anything
                 if not told:
                     told = True
-                    self._fault(entry, f"hook {hook} failed and is answered by {default!r}: {_blame(error)}")
+                    self._fault(entry, f"{_blame(error)} Taken instead: {default}.", effect="plugin at fault")
                 return default
             return answer
 
@@ -337,11 +348,32 @@ def _never(*_arguments: object) -> Any:
     raise AssertionError(msg)
 
 
-def _typed(hook: str, value: Any, kind: type | tuple[type, ...]) -> Any:
+def _answer(hook: str, ask: Callable[..., Any], kind: type | tuple[type, ...], *given: Any) -> Any:
+    """What a hook says. What it does wrong is told with the hook's name and the plugin's line."""
+    try:
+        value = ask(*given)
+    except Exception as error:
+        msg = f"hook {hook} raised {first_line(error).rstrip('.')}{_raised(error) or _defined(ask)}."
+        raise _HookError(msg) from error
+    return _typed(hook, ask, value, kind)
+
+
+def _listed(hook: str, ask: Callable[..., Any], kind: type) -> tuple[Any, ...]:
+    """What a hook says that gives any number of things, or None."""
+
+    @functools.wraps(ask)
+    def all_of_it() -> tuple[Any, ...]:
+        said = ask()
+        return () if said is None else tuple(said)  # a generator raises here
+
+    return tuple(_typed(hook, ask, each, kind) for each in _answer(hook, all_of_it, tuple))
+
+
+def _typed(hook: str, ask: Callable[..., Any], value: Any, kind: type | tuple[type, ...]) -> Any:
     if isinstance(value, kind):
         return value
     names = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
-    msg = f"hook {hook} gave {value!r}; expected {names}."
+    msg = f"hook {hook} gave {value!r}; expected {names}{_defined(ask)}."
     raise _HookError(msg)
 
 
@@ -350,11 +382,49 @@ def _blame(error: BaseException) -> str:
     if isinstance(error, _HookError):
         return str(error)
     if isinstance(error, pluggy.PluginValidationError):
+        return _misdeclared(error)
+    place = _raised(error)
+    advice = "; import the kernel package inside kernel(), not at the top of the module."
+    return f"{first_line(error)}{place}{advice if place and isinstance(error, ImportError) else ''}"
+
+
+def _misdeclared(error: pluggy.PluginValidationError) -> str:
+    """What pluggy has against a hook, and what the hook should be."""
+    found = re.search(r"hook '(\w+)'", str(error))
+    name = found[1] if found else ""
+    place = _defined(getattr(error.plugin, name, None))
+    if name in HOOKS:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        spec = next((name for name in vars(hookspecs) if f"hook {name!r}" in str(error)), None)
-        shown = f" The hook is {spec}{inspect.signature(getattr(hookspecs, spec))}." if spec else ""
-        return " ".join(lines) + shown
-    return first_line(error)
+        return f"{' '.join(lines)}{place}. The hook is {name}{inspect.signature(getattr(hookspecs, name))}."
+    near = difflib.get_close_matches(name, HOOKS, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"unknown hook {name!r}{place}.{hint} Hooks are {', '.join(HOOKS)}."
+
+
+def _is_own(plugin: object, name: str) -> bool:
+    """Whether the plugin has a function of that name which it did not import from elsewhere."""
+    home = getattr(plugin, "__module__", None) or getattr(plugin, "__name__", None)
+    function = getattr(plugin, name, None)
+    return home is not None and inspect.isroutine(function) and getattr(function, "__module__", None) == home
+
+
+_MACHINERY = frozenset({"fuseboard", "importlib", "pluggy"})
+
+
+def _raised(error: BaseException) -> str:
+    """` (file:line)` of the plugin's last line on the way to an error: its package is the first that was entered."""
+    frames = [
+        (str(frame.f_globals.get("__name__")).partition(".")[0], f" ({frame.f_code.co_filename}:{line})")
+        for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    foreign = [each for each in frames if each[0] not in _MACHINERY]
+    return [place for package, place in foreign if package == foreign[0][0]][-1] if foreign else ""
+
+
+def _defined(function: Any) -> str:
+    """` (file:line)` of a function of the plugin; empty for what was not written in Python."""
+    code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
+    return f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
 
 
 def first_line(error: BaseException) -> str:
