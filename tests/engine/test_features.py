@@ -25,6 +25,22 @@ HAS_FP16_ACCUMULATION = hasattr(torch.backends.cuda.matmul, "allow_fp16_accumula
 NEW_TF32 = hasattr(torch.backends.cuda.matmul, "fp32_precision")
 ALL = ["fp16_accumulation", "tf32", "cudnn_benchmark", "reduced_precision", "math_reduction"]
 HERE = [name for name in ALL if name != "fp16_accumulation" or HAS_FP16_ACCUMULATION]
+CUDA = torch.version.cuda is not None or torch.version.hip is not None
+NO_CUDA = f"torch {torch.__version__} is built without CUDA"
+
+
+def effective(names: list[str]) -> list[str]:
+    """Those of these switches that have an effect with the installed torch."""
+    return [name for name in names if CUDA or name == "math_reduction"]
+
+
+def reported(*names: str, **warnings: str) -> dict[str, list[str]]:
+    """The `params` of a report with these switches on; warnings by the switch that they are about."""
+    idle = {*names} - {*effective([*names])}
+    said = {name: f"{name} is on, and without effect: {NO_CUDA}" for name in idle} | warnings
+    found = {"fast": effective([name for name in SWITCHES if name in names])}
+    return found | ({"warnings": [said[name] for name in SWITCHES if name in said]} if said else {})
+
 
 START = """
 import json, logging, sys
@@ -121,9 +137,11 @@ show([answer.as_json(), {{k: v for k, v in after.items() if before[k] != v}}, fa
 """
     (answer, found, fast), log = run(code)
 
-    assert (answer["asked"], answer["in_force"], answer["refused"], answer["late"]) == ([name], [name], {}, [])
+    assert (answer["asked"], answer["refused"], answer["late"]) == ([name], {}, [])
+    assert answer["in_force"] == effective([name])
+    assert answer["without_effect"] == ({} if effective([name]) else {name: NO_CUDA})
     assert found == changed
-    assert fast == {"fast": [name]}
+    assert fast == reported(name)
     assert log == ""
 
 
@@ -133,7 +151,7 @@ answer = features.apply("no_reduced_precision")
 found = state()
 show([found["allow_fp16_reduced_precision_reduction"], found["allow_bf16_reduced_precision_reduction"], fast()])
 """
-    assert run(code)[0] == [False, False, {"fast": ["no_reduced_precision"]}]
+    assert run(code)[0] == [False, False, reported("no_reduced_precision")]
 
 
 def test_reductions_asked_for_are_turned_on_again_with_both_halves_of_torchs_pair():
@@ -155,7 +173,8 @@ def test_all_is_every_switch_that_speeds_up_and_lists_what_this_torch_lacks():
     (answer, fast), log = run('show([features.apply("all").as_json(), fast()])')
 
     assert answer["asked"] == ALL
-    assert answer["in_force"] == fast["fast"] == HERE
+    assert answer["in_force"] == fast["fast"] == effective(HERE)
+    assert list(answer["without_effect"]) == [name for name in HERE if name not in effective(HERE)]
     assert list(answer["refused"]) == [name for name in ALL if name not in HERE]
     assert bool(log) == (not HAS_FP16_ACCUMULATION)
 
@@ -195,7 +214,7 @@ show([same, others, state() == after])
 def test_nothing_is_a_choice_too():
     (answer, found, fast), _ = run('show([features.apply([]).as_json(), refused("tf32"), fast()])')
 
-    assert answer == {"asked": [], "in_force": [], "refused": {}, "late": [], "notes": []}
+    assert answer == {"asked": [], "in_force": [], "refused": {}, "late": [], "without_effect": {}}
     assert "applied already in this process: nothing; now asked: tf32." in found[0]
     assert fast == {"fast": []}
 
@@ -215,15 +234,15 @@ def test_a_wrong_name_is_an_error_with_the_nearest_and_leaves_everything_to_a_la
     code = f"""{STATE}
 before = state()
 found = [[refused(names), state() == before] for names in {[names for names, _, _ in WRONG]!r}]
-show([found, features.apply("tf32").in_force])
+show([found, features.apply("tf32").asked])
 """
-    (found, in_force), _ = run(code)
+    (found, asked), _ = run(code)
 
     for ((message, _, near), clean), (_, words, nearest) in zip(found, WRONG, strict=True):
         assert words in message
         assert (near or [None])[0] == nearest
         assert clean
-    assert in_force == ["tf32"]
+    assert asked == ["tf32"]
 
 
 def test_the_error_travels_between_processes_with_its_fields():
@@ -251,7 +270,7 @@ def test_what_the_installed_torch_lacks_is_refused_with_the_version_and_the_rest
     )
 
     assert answer["refused"] == {"fp16_accumulation": reason}
-    assert answer["in_force"] == fast["fast"] == ["tf32"]
+    assert answer["in_force"] == fast["fast"] == effective(["tf32"])
     assert log == f"WARNING switch fp16_accumulation is not applied: {reason}\n"
 
 
@@ -355,7 +374,10 @@ def test_whatever_was_written_before_every_getter_agrees_afterwards(before):
 
     precision = "medium" if "medium" in before else "high"
 
-    assert run(code)[0] == [[True, precision, "tf32"], {"fast": ["tf32"]}]
+    (getters, fast), _ = run(code)
+
+    assert getters == [True, precision, "tf32"]
+    assert fast == ({"fast": ["tf32"]} if "torch.backends.fp32_precision = 'tf32'" in before else reported("tf32"))
 
 
 @pytest.mark.skipif(not NEW_TF32, reason="this torch has one interface (the newer came with 2.9)")
@@ -370,9 +392,10 @@ except RuntimeError:
 show([readable, fast()])
 """
     (readable, found), _ = run(code)
+    somebody = {"tf32": "tf32 is on and was not applied by fuseboard: somebody else set it"} if CUDA else {}
 
     assert not readable
-    assert found["fast"] == ["tf32"]
+    assert found == reported("tf32", **somebody)
 
 
 @pytest.mark.skipif(not NEW_TF32, reason="this torch has one interface (the newer came with 2.9)")
@@ -395,22 +418,40 @@ show([before, torch.backends.cudnn.allow_tf32])
     assert run(code)[0] == [True, True]
 
 
-def test_nvidias_own_override_is_noted_and_the_switch_not_listed():
-    code = "show([features.apply('tf32').notes[-1], fast()])"
-    (note, fast), _ = run(code, NVIDIA_TF32_OVERRIDE="0")
+def test_nvidias_own_override_is_said_and_the_switch_is_not_in_force():
+    reason = "NVIDIA_TF32_OVERRIDE=0 turns it off inside NVIDIA's libraries" if CUDA else NO_CUDA
+    code = "show([features.apply('tf32').as_json(), fast()])"
+    (answer, fast), _ = run(code, NVIDIA_TF32_OVERRIDE="0")
 
-    assert note == "NVIDIA_TF32_OVERRIDE=0 turns tf32 off inside NVIDIA's libraries"
-    assert fast == {
-        "fast": [],
-        "warnings": ["tf32 is on, and NVIDIA_TF32_OVERRIDE=0 turns it off inside NVIDIA's libraries"],
-    }
+    assert (answer["in_force"], answer["without_effect"]) == ([], {"tf32": reason})
+    assert fast == {"fast": [], "warnings": [f"tf32 is on, and without effect: {reason}"]}
 
 
-@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built with CUDA")
-def test_a_build_without_cuda_is_noted():
-    (answer,), _ = run("show([features.apply(['tf32', 'math_reduction']).notes])")
+@pytest.mark.skipif(CUDA, reason="this torch is built with CUDA")
+def test_on_a_build_without_cuda_only_what_reaches_the_cpu_is_in_force():
+    code = "show([str(features.apply(['tf32', 'cudnn_benchmark', 'math_reduction'])), fast()])"
+    (shown, fast), _ = run(code)
 
-    assert answer == [f"torch {torch.__version__} is built without CUDA: tf32 set, and without effect"]
+    assert shown.splitlines() == [
+        "in force: math_reduction",
+        f"without effect: tf32, {NO_CUDA}",
+        f"without effect: cudnn_benchmark, {NO_CUDA}",
+    ]
+    assert fast["fast"] == ["math_reduction"]
+    assert fast["warnings"] == [
+        f"tf32 is on, and without effect: {NO_CUDA}",
+        f"cudnn_benchmark is on, and without effect: {NO_CUDA}",
+    ]
+
+
+@pytest.mark.skipif(CUDA or not NEW_TF32, reason="this torch is built with CUDA, or cannot say what its CPU does")
+def test_tf32_is_in_force_without_cuda_once_it_reaches_the_products_of_the_cpu():
+    code = """
+import torch
+torch.set_float32_matmul_precision("high")
+show([features.apply("tf32").in_force, fast()])
+"""
+    assert run(code)[0] == [["tf32"], {"fast": ["tf32"]}]
 
 
 # ---- reports
@@ -423,13 +464,10 @@ matmul.allow_tf32 = False
 torch.backends.cudnn.benchmark = True
 show(fast())
 """
-    assert run(code)[0] == {
-        "fast": ["cudnn_benchmark", "reduced_precision"],
-        "warnings": [
-            "tf32 was applied and is off: somebody changed it since",
-            "cudnn_benchmark is on and was not applied by fuseboard: somebody else set it",
-        ],
-    }
+    somebody = {"cudnn_benchmark": "cudnn_benchmark is on and was not applied by fuseboard: somebody else set it"}
+    off = {"tf32": "tf32 was applied and is off: somebody changed it since"}
+
+    assert run(code)[0] == reported("cudnn_benchmark", "reduced_precision", **off, **(somebody if CUDA else {}))
 
 
 def test_a_report_joins_that_of_a_run():
@@ -440,7 +478,7 @@ show({**fb.Run().report(), **features.report()})
 """
     assert run(code)[0] == {
         "attention": {"policy": [], "used": {}, "fallbacks": {}},
-        "params": {"fast": ["tf32"]},
+        "params": reported("tf32"),
     }
 
 
@@ -476,7 +514,7 @@ except KeyError:
     pass
 show([state() == start, features.apply(["tf32"]).asked, fast()])
 """
-    assert run(code)[0] == [True, ["tf32"], {"fast": ["tf32"]}]
+    assert run(code)[0] == [True, ["tf32"], reported("tf32")]
 
 
 # ---- results

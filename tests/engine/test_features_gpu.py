@@ -241,7 +241,7 @@ def test_a_switch_applied_at_the_start_is_in_force_and_in_time(name, ran):
     needs(name)
     found = ran[name]["report"]
 
-    assert found["answer"] == {"asked": [name], "in_force": [name], "refused": {}, "late": [], "notes": []}
+    assert found["answer"] == {"asked": [name], "in_force": [name], "refused": {}, "late": [], "without_effect": {}}
     assert found["fast"] == {"fast": [name]}
 
 

@@ -135,17 +135,17 @@ class Applied:
 
     Attributes:
         asked: The switches asked for.
-        in_force: Those that were on, read back from torch after writing.
-        refused: Why each of the others is not.
+        in_force: Those that were on, read back from torch after writing, and have an effect in this process.
+        refused: Why torch has not each of those that it lacks.
         late: Signs that something was computed or loaded before, under other switches; empty when there are none.
-        notes: Switches that are on and have no effect in this process, and why.
+        without_effect: Why each of those that are on has no effect in this process.
     """
 
     asked: tuple[str, ...]
     in_force: tuple[str, ...]
     refused: Mapping[str, str] = attrs.field(factory=dict)
     late: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    without_effect: Mapping[str, str] = attrs.field(factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """The same as data for JSON."""
@@ -154,14 +154,14 @@ class Applied:
             "in_force": list(self.in_force),
             "refused": dict(self.refused),
             "late": list(self.late),
-            "notes": list(self.notes),
+            "without_effect": dict(self.without_effect),
         }
 
     def __str__(self) -> str:
         lines = [f"in force: {', '.join(self.in_force) or 'nothing'}"]
         lines += [f"refused: {name}, {reason}" for name, reason in self.refused.items()]
         lines += [f"late: {each}" for each in self.late]
-        lines += [f"note: {each}" for each in self.notes]
+        lines += [f"without effect: {name}, {reason}" for name, reason in self.without_effect.items()]
         return "\n".join(lines)
 
 
@@ -378,9 +378,10 @@ def apply(names: str | Iterable[str], *, strict: bool = False) -> Applied:
             msg = f"this torch lacks {'; '.join(f'{name}: {reason}' for name, reason in refused.items())}."
             raise FeatureError(refused, msg)
         late = tuple(_signs_of_lateness()) if asked else ()
-        in_force = tuple(name for name in asked if name not in refused)
-        _write(in_force)
-        answer = Applied(asked, in_force, refused, late, tuple(_notes(in_force)))
+        written = tuple(name for name in asked if name not in refused)
+        _write(written)
+        idle = {name: reason for name in written if (reason := _idle(SWITCHES[name])) is not None}
+        answer = Applied(asked, tuple(name for name in written if name not in idle), refused, late, idle)
         _applied = answer
     for name, reason in refused.items():
         log.warning("switch %s is not applied: %s", name, reason)
@@ -396,21 +397,24 @@ def apply(names: str | Iterable[str], *, strict: bool = False) -> Applied:
 def report() -> dict[str, Any]:
     """What is in force now, to be put beside an output: `{"params": {"fast": ["tf32"]}}`.
 
-    Read back from torch, not remembered. `fast` has the switches that are on and that were applied or that torch does
-    not turn on by itself, whoever did; where that is not what `apply` left, `params` has `warnings` too.
+    Read back from torch, not remembered. `fast` has the switches that are on, have an effect in this process, and were
+    applied or are none that torch turns on by itself, whoever did; where that is not what `apply` was asked for,
+    `params` has `warnings` too.
     """
     if "torch" not in sys.modules:
         return {"params": {"fast": []}}
-    applied = _applied.in_force if _applied is not None else ()
+    applied = {*_applied.in_force, *_applied.without_effect} if _applied is not None else set()
     fast: list[str] = []
     warnings: list[str] = []
     for name, switch in SWITCHES.items():
         on = _on(switch)
         if name in applied and not on:
             warnings.append(f"{name} was applied and is off: somebody changed it since")
-        elif on and name == "tf32" and _tf32_overridden():
-            warnings.append(f"{name} is on, and {TF32_OVERRIDE}=0 turns it off inside NVIDIA's libraries")
         elif on and (name in applied or not switch.default):
+            idle = _idle(switch)
+            if idle is not None:
+                warnings.append(f"{name} is on, and without effect: {idle}")
+                continue
             fast.append(name)
             if name not in applied:
                 warnings.append(f"{name} is on and was not applied by fuseboard: somebody else set it")
@@ -509,19 +513,29 @@ def _tf32_agrees() -> bool:
     return _get(_TF32) is True and _get(_PRECISION) in ("high", "medium") and _get(_NEW_TF32) in ("tf32", None)
 
 
-def _tf32_overridden() -> bool:
-    return os.environ.get(TF32_OVERRIDE) == "0"
-
-
-def _notes(names: tuple[str, ...]) -> Iterator[str]:
+def _idle(switch: Switch) -> str | None:
+    """Why a switch has no effect in this process, whatever torch's flag says; None where it may have one."""
     import torch  # noqa: PLC0415 - as above
 
     # Whether the machine has a GPU is not asked: asking would begin what must come after.
-    idle = [name for name in names if "CPU" not in SWITCHES[name].devices]
-    if idle and torch.version.cuda is None and torch.version.hip is None:
-        yield f"torch {torch.__version__} is built without CUDA: {', '.join(idle)} set, and without effect"
-    if "tf32" in names and _tf32_overridden():
-        yield f"{TF32_OVERRIDE}=0 turns tf32 off inside NVIDIA's libraries"
+    if torch.version.cuda is None and torch.version.hip is None:
+        reaches_cpu = "CPU" in switch.devices or (switch.name == "tf32" and _cpu_multiplies_in_tf32())
+        return None if reaches_cpu else f"torch {torch.__version__} is built without CUDA"
+    if switch.name == "tf32" and os.environ.get(TF32_OVERRIDE) == "0":
+        return f"{TF32_OVERRIDE}=0 turns it off inside NVIDIA's libraries"
+    return None
+
+
+def _cpu_multiplies_in_tf32() -> bool:
+    """Whether the flags of TF32 reach the CPU's matrix products."""
+    import torch  # noqa: PLC0415 - as above
+
+    precision = _get(_CPU_TF32)
+    if precision is not None:
+        return bool(precision == "tf32")
+    # Before torch 2.9 one flag holds for oneDNN too, which follows it on CPUs that have such products.
+    has_products = getattr(torch.cpu, "_is_amx_fp16_supported", None)
+    return has_products is not None and bool(has_products())
 
 
 def _signs_of_lateness() -> Iterator[str]:
