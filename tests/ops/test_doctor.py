@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from boards import KERNEL, Board
+from boards import KERNEL, PLUGIN, Board
 from pages import BLOCK, PAGES, printed
 
 import fuseboard
@@ -39,8 +39,16 @@ KERNELS = {
     "loud": f"for _ in range(40000): print('x' * 99)\nprint('last words')\n{KERNEL}",
     "liar": "__version__ = '1.0'\ndef attend(): pass\n",
     "wrong": KERNEL.replace("return ", "return 1.1 * "),
+    "late": KERNEL.replace("return ", "import ctypes; ctypes.string_at(0); return "),
     "loose": "import torch\ntorch.backends.cuda.enable_flash_sdp(False)\n" + KERNEL,
 }
+
+
+SLIPS = (
+    PLUGIN.format(name="slip", requires={}, devices=("cpu",), known_bad="()").replace("fb.Exactness.EXACT", "True")
+    + "\n@fb.hookimpl\ndef rank(call, sizes):\n    return sizes.lenght\n"
+)
+"""A plugin that works, and whose hooks `exactness` and `rank` fail."""
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +60,13 @@ def sick(tmp_path_factory):
         made.plugin(name, kernel)
     made.plugin("syntax", plugin="def info(:\n")
     made.plugin("stuck", plugin=KERNELS["hang"])
+    made.plugin("slip", plugin=SLIPS)
     made.plugin("absent", kernel=None)
     made.plugin("far", kernel=None, devices=("cuda",))
     made.plugin("shut")
     made.plugin("twice", distribution="twice-a")
     made.distribution("twice-b", entry_points="twice = somewhere_else")
-    names = ["good", *KERNELS, "syntax", "stuck", "absent", "far", "shut", "twice"]
+    names = ["good", *KERNELS, "syntax", "stuck", "slip", "absent", "far", "shut", "twice"]
     made.names = names
     chosen = [word for name in names for word in ("--backend", name)]
     made.done = made.run(
@@ -74,9 +83,9 @@ def found(sick):
 
 
 @pytest.fixture(scope="module")
-def brief(found):
-    """The same with a short path: how long a test's folders are called is not the report's doing."""
-    return json.loads(json.dumps(found).replace(found["cache"]["folder"], "/cache"))
+def brief(found, sick):
+    """The same with short paths: how long a test's folders are called is not the report's doing."""
+    return json.loads(json.dumps(found).replace(found["cache"]["folder"], "/cache").replace(str(sick.site), "/site"))
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +99,7 @@ def states(found):
 def test_each_kind_of_plugin_has_its_state(states):
     assert {name: each["state"] for name, each in states.items()} == {
         "good": "works", "crash": "broken", "abort": "broken", "hang": "broken", "loud": "works", "liar": "broken",
+        "late": "broken", "slip": "works",
         "wrong": "broken", "syntax": "faulty", "stuck": "faulty", "absent": "not installed", "far": "other device",
         "shut": "blocked", "twice": "works", "loose": "works",
     }  # fmt: skip
@@ -101,6 +111,7 @@ def test_each_kind_of_plugin_has_its_state(states):
         ("crash", "crash", r"crashed \(SIGSEGV, segmentation fault\) during its import"),
         ("abort", "crash", r"crashed \(SIGABRT, abort\) during its import"),
         ("hang", "time limit", r"within 2 s"),
+        ("late", "crash", r"crashed \(SIGSEGV, segmentation fault\) during its self-test"),
         ("liar", "import", r"import failed: AttributeError: .*'liar_kernel' has no attribute 'attention'"),
         ("wrong", "self-test", r"its output is off by 0\.\d+, tolerance 0\.0001"),
     ],
@@ -136,6 +147,38 @@ def test_a_plugin_that_cannot_be_loaded_is_faulty_and_not_tried(states):
     assert states["stuck"]["reason"] == "did not end within 2 s during the import of its plugin"
     for name in ("syntax", "stuck"):
         assert states[name]["devices"] == []
+
+
+def test_a_hook_that_fails_is_told_though_the_backend_works(sick, states):
+    place = f"{sick.site / 'slip_plugin.py'}:"
+    exactness, rank = states["slip"]["faults"]
+
+    assert exactness.startswith(f"hook exactness gave True; expected Exactness ({place}")
+    assert rank.startswith("hook rank raised AttributeError: 'Sizes' object has no attribute 'lenght'")
+    assert f"({place}{SLIPS.splitlines().index('    return sizes.lenght') + 1})" in rank
+    assert {name for name, each in states.items() if each["faults"]} == {"slip"}
+
+
+def test_a_failing_hook_alone_is_status_1_also_when_the_verdict_comes_from_disk(board):
+    board.plugin("slip", plugin=SLIPS)
+    runs = [board.run("doctor", "--json", "--backend", "slip", "--device", "cpu") for _ in range(2)]
+    first, again = (json.loads(done.stdout) for done in runs)
+
+    assert [done.returncode for done in runs] == [1, 1]
+    assert first["summary"] == again["summary"] == "failing hooks: slip"
+    assert [each["backends"][0]["devices"][0]["cached"] for each in (first, again)] == [False, True]
+    assert len(first["backends"][0]["faults"]) == 2
+    assert first["backends"][0]["faults"] == again["backends"][0]["faults"]
+
+
+def test_what_fails_when_it_is_called_is_to_be_reported_and_not_installed_again(found, states):
+    text = " ".join(table.plain(list(table.sections(found)), 80).split())
+
+    for name in ("wrong", "late"):
+        report = "Report it: https://example.org; until then, block it: FUSEBOARD_DISABLE="
+        assert f"{states[name]['reason']}. {report}{name}" in text
+        assert " ".join(states[name]["install"].split()) not in text
+    assert " ".join(states["crash"]["install"].split()) in text
 
 
 def test_an_absent_kernel_package_is_told_apart_from_a_broken_one(states):
@@ -190,8 +233,8 @@ def test_settings_are_shown_with_their_source_and_a_wrong_one_with_its_problem(s
 def test_the_sum_of_it_is_status_1_and_a_sentence(sick, found):
     assert sick.done.returncode == found["status"] == 1
     assert found["summary"] == (
-        "broken: crash, abort, hang, liar, wrong; faulty: syntax, stuck; ignored plugins: twice; "
-        "wrong settings: FUSEBOARD_DEBUG"
+        "broken: crash, abort, hang, liar, wrong, late; faulty: syntax, stuck; failing hooks: slip; "
+        "ignored plugins: twice; wrong settings: FUSEBOARD_DEBUG"
     )
 
 
@@ -267,8 +310,9 @@ def test_the_plain_report_has_every_backend_reason_and_line(found, states):
         assert f"{name} {each['state']}" in text
         if each["state"] == "broken":
             assert " ".join(f"{name} on cpu ({each['devices'][0]['stage']}): {each['reason']}".split()) in text
-            assert " ".join(each["install"].split()) in text
+            assert " ".join(each["install"].split()) in text or name in ("wrong", "late")
     for said in (
+        f"slip of slip-plugin 1.0: {states['slip']['faults'][0]}",
         "absent (a fake): absent-kernel is not installed",
         "good refuses the calls concerned: wrong on Sundays https://example.org/1",
         "twice of twice-b 1.0 is ignored: twice-a 1.0 has a backend of that name",

@@ -78,6 +78,7 @@ class Answer:
         cached: Read from disk; no child was started.
         detail: The last lines that the child printed, for a human.
         changed: What it left changed of the state of torch's attention that all threads of a process share.
+        faults: What its plugin's hooks did wrong that is no reason not to run: each was answered cautiously.
     """
 
     ok: bool
@@ -87,6 +88,7 @@ class Answer:
     cached: bool = False
     detail: tuple[str, ...] = ()
     changed: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()
 
 
 def possible() -> bool:
@@ -149,7 +151,7 @@ def probe(
         if kept is not None:
             return Answer(
                 kept["ok"], kept["reason"], kept["stage"], kept["seconds"], cached=True, detail=tuple(kept["detail"]),
-                changed=tuple(kept.get("changed", ())),
+                changed=tuple(kept.get("changed", ())), faults=tuple(kept.get("faults", ())),
             )  # fmt: skip
     requires: dict[str, Any] = {}
 
@@ -161,12 +163,15 @@ def probe(
 
     end = _ask({"task": "probe", "device": device, **_named(entry)}, limit, heard=heard)
     found = end.answer or {"ok": False, "reason": end.failure, "stage": end.kind}
-    changed = tuple(found.get("changed", ()))
-    answer = Answer(found["ok"], found["reason"], found["stage"], end.seconds, detail=end.detail, changed=changed)
+    answer = Answer(
+        found["ok"], found["reason"], found["stage"], end.seconds, detail=end.detail,
+        changed=tuple(found.get("changed", ())), faults=tuple(found.get("faults", ())),
+    )  # fmt: skip
     if where is not None and not _passes_soon(answer):
         verdicts.write(where, key, {
             "requires": requires, "limit": limit, "ok": answer.ok, "reason": answer.reason, "stage": answer.stage,
-            "seconds": round(answer.seconds, 3), "detail": list(answer.detail), "changed": list(changed),
+            "seconds": round(answer.seconds, 3), "detail": list(answer.detail), "changed": list(answer.changed),
+            "faults": list(answer.faults),
         })  # fmt: skip
     return answer
 
@@ -234,7 +239,7 @@ def declare_together(names: Sequence[str], *, timeout: float = 60) -> dict[str, 
 def _declared(entry: Entry | None) -> dict[str, Any]:
     return {
         "fault": None, "distribution": entry and entry.distribution, "version": entry and entry.version, "info": {},
-        "constraints": {}, "exactness": None, "known_bad": [], "install": None, "detail": [],
+        "constraints": {}, "exactness": None, "known_bad": [], "install": None, "faults": [], "detail": [],
     }  # fmt: skip
 
 

@@ -14,18 +14,21 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from fuseboard.constraints import Constraints, HeadDims
-from fuseboard.registry import Registry, first_line, installed_entries
+from fuseboard.registry import Fault, Registry, first_line, installed_entries
 from fuseboard.settings import Settings
 
 if TYPE_CHECKING:
+    import torch
+
     from fuseboard.backend import Backend
+    from fuseboard.call import Call, Sizes
 
 Say = Callable[[dict[str, Any]], None]
 
@@ -81,9 +84,9 @@ def _probe(asked: Mapping[str, Any], say: Say) -> dict[str, Any]:
         return _no(f"torch cannot be imported: {first_line(error)}", "import")
     before = machine.sdpa()
     _begin("plugin", asked, say)
-    backend, fault = _load(asked)
+    backend, faults = _load(asked)
     if backend is None:
-        return _no(fault, "plugin")
+        return _no("; ".join(_texts(faults)), "plugin")
     say({"requires": sorted(backend.info.requires)})
     stage = "probe"
 
@@ -97,30 +100,61 @@ def _probe(asked: Mapping[str, Any], say: Say) -> dict[str, Any]:
         if device.type in backend.constraints.devices and machine.lacks(device):
             return _no(f"there is no {device} here: torch sees {', '.join(map(str, machine.devices()))}", "device")
         found = probe.examine(backend, device, reached)
+        if found.ok:
+            for call, sizes in _calls(backend, device):
+                backend.exactness(call)
+                backend.rank(call, sizes)
     except SystemExit as error:
         return _no(f"its {stage} called sys.exit({error.code!r})", stage)
     except BaseException as error:  # noqa: BLE001 - there is nobody else to tell
         return _no(f"{stage} failed: {first_line(error)}", stage)
     after = machine.sdpa()
     changed = [f"{name}: {old} -> {after.get(name)}" for name, old in before.items() if after.get(name) != old]
-    return {"ok": found.ok, "reason": found.reason, "stage": found.stage, "changed": changed}
+    return {"ok": found.ok, "reason": found.reason, "stage": found.stage, "changed": changed, "faults": _texts(faults)}
 
 
 def _no(reason: str, stage: str) -> dict[str, Any]:
     return {"ok": False, "reason": reason, "stage": stage}
 
 
-def _load(asked: Mapping[str, Any]) -> tuple[Backend | None, str]:
-    """The backend, or what is wrong with its plugin."""
+def _load(asked: Mapping[str, Any]) -> tuple[Backend | None, list[Fault]]:
+    """The backend, None when it cannot be loaded; and its plugin's faults, to which those of later hooks are added."""
     name, distribution = asked["name"], asked["distribution"]
     entries = [each for each in installed_entries() if (each.name, each.distribution) == (name, distribution)][:1]
     made = Registry(entries, Settings(probe_timeout=asked["limit"]))
+    why = f"no installed plugin has a backend called {name!r}"
     try:
         backend = made.resolve(name)
     except BaseException as error:  # noqa: BLE001 - there is nobody else to tell
-        return None, first_line(error)
-    fault = "; ".join(each.message for each in made.faults)
-    return backend, fault or f"no installed plugin has a backend called {name!r}"
+        backend, why = None, first_line(error)
+    if backend is None and not made.faults:
+        made.faults.append(Fault(name, distribution, "unknown", why))
+    return backend, made.faults
+
+
+def _texts(faults: Sequence[Fault]) -> list[str]:
+    return [each.message for each in faults]
+
+
+def _calls(backend: Backend, device: torch.device) -> Iterator[tuple[Call, Sizes]]:
+    """Plain calls of each dtype that it takes, causal or not, as a chain asks its hooks about them."""
+    import torch  # noqa: PLC0415 - a child loads it when it is about to be asked for
+
+    from fuseboard.call import Call, Sizes  # noqa: PLC0415 - it imports torch
+
+    limits, length = backend.constraints, 64
+    dim = 64 if limits.head_dims.admits(64) else limits.head_dims.nearest(0) or 64
+    v_dims = limits.v_head_dims
+    v_dim = dim if v_dims is None or v_dims.admits(dim) else v_dims.nearest(0) or dim
+    capability = None
+    if device.type == "cuda":  # of a device that is not here, what it declares to need
+        low = limits.capability[0] if limits.capability is not None else (8, 0)
+        capability = torch.cuda.get_device_capability(device) if device.index is not None else low
+    q, v = ((length * each, length * each, each, 1) for each in (dim, v_dim))
+    sizes = Sizes(1, 1, 1, length, length, dim, v_dim, (q, q, v))
+    for dtype in sorted(limits.dtypes, key=str):
+        for causal in (False, True):
+            yield Call(device.type, device.index, capability, dtype, dim, v_dim, causal=causal), sizes
 
 
 # ---- survey
@@ -145,9 +179,9 @@ def _declare(asked: Mapping[str, Any], say: Say) -> dict[str, Any]:
 
 
 def _declaration(asked: Mapping[str, Any]) -> dict[str, Any]:
-    backend, fault = _load(asked)
+    backend, faults = _load(asked)
     if backend is None:
-        return {"fault": fault}
+        return {"fault": "; ".join(_texts(faults))}
     return {
         "info": attrs.asdict(backend.info, recurse=False) | {"requires": dict(backend.info.requires)},
         "constraints": {
@@ -162,6 +196,7 @@ def _declaration(asked: Mapping[str, Any]) -> dict[str, Any]:
             for each in backend.known_bad
         ],
         "install": backend.install(_torch_version()),
+        "faults": _texts(faults),  # the last, as the hooks asked above may add to them
     }  # fmt: skip
 
 
@@ -182,15 +217,10 @@ def _plain(value: Any) -> Any:
 
 def _exactness(backend: Backend) -> str:
     """Its answer for plain calls of each dtype, causal or not."""
-    from fuseboard.call import Call  # noqa: PLC0415 - it imports torch
+    import torch  # noqa: PLC0415 - loaded by `_declare`, if it can be
 
-    answers = {
-        backend.exactness(Call(device, None, None, dtype, dim, dim, causal=causal)).value
-        for device in backend.constraints.devices
-        for dtype in backend.constraints.dtypes
-        for causal in (False, True)
-        for dim in (64,)
-    }
+    devices = map(torch.device, sorted(backend.constraints.devices))
+    answers = {backend.exactness(call).value for device in devices for call, _ in _calls(backend, device)}
     return answers.pop() if len(answers) == 1 else "depends on the call"
 
 

@@ -51,7 +51,7 @@ states:
 
 exit status:
   0  every installed backend that is meant for this machine's devices works
-  1  something installed is broken or faulty, or a setting is wrong
+  1  something installed is broken or faulty, a hook of it fails, or a setting is wrong
   2  the question cannot be asked: wrong usage, or torch cannot be imported
 """
 
@@ -269,6 +269,8 @@ def _judged(
         return 2, f"torch cannot be imported: {machine['error']}"
     of = {state: [each["name"] for each in backends if each["state"] == state] for state in (WORKS, BROKEN, FAULTY)}
     wrong = [f"{state}: {', '.join(of[state])}" for state in (BROKEN, FAULTY) if of[state]]
+    failing = [each["name"] for each in backends if each["faults"]]
+    wrong += [f"failing hooks: {', '.join(failing)}"] if failing else []
     wrong += [f"ignored plugins: {', '.join(sorted({each['name'] for each in faults}))}"] if faults else []
     wrong += [f"wrong settings: {', '.join(problems)}"] if problems else []
     if wrong:

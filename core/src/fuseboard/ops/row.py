@@ -39,6 +39,7 @@ class Row:
         self._reason = ""
         self._said: dict[str, Any] = {}
         self._devices: list[dict[str, Any]] = []
+        self._faults: dict[str, None] = {}  # in the order in which they were found, each once
         if name in board.disabled:
             self.state, self._reason = BLOCKED, board.disabled[name]
         elif board.entry(name) is None:
@@ -51,6 +52,7 @@ class Row:
         if said["fault"] is not None:
             self.state, self._reason = FAULTY, said["fault"]
             return
+        self._faults |= dict.fromkeys(said["faults"])
         for each in devices:
             name = each["device"]
             why = self._not_meant_for(name, each.get("capability"))
@@ -67,6 +69,7 @@ class Row:
         """What a child found out on a device."""
         state = WORKS if answer.ok else ELSEWHERE if answer.stage == "device" else BROKEN
         self._add(device, state, answer.reason, answer.stage, answer)
+        self._faults |= dict.fromkeys(answer.faults)
 
     def _add(self, device: str, state: str, reason: str, stage: str, answer: Answer | None = None) -> None:
         self._devices.append(
@@ -129,6 +132,7 @@ class Row:
             "name": self.name,
             "state": state,
             "reason": reason,
+            "faults": list(self._faults),
             "distribution": self.distribution,
             "version": self._version,
             "summary": info.get("summary"),

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 import attrs
 
+from fuseboard.child import STAGES
 from fuseboard.ops.row import ABSENT, BLOCKED, BROKEN, ELSEWHERE, FAULTY, NOT_ASKED, WORKS
 
 __all__ = ["Section", "plain", "sections", "show"]
@@ -219,17 +220,29 @@ def _wrong(found: Mapping[str, Any]) -> Section:
     for each in found["backends"]:
         if each["state"] == FAULTY:
             items.append((f"{each['name']} of {each['distribution']} {each['version']}: {each['reason']}", ()))
+        items += [
+            (f"{each['name']} of {each['distribution']} {each['version']}: {text}", ()) for text in each["faults"]
+        ]
         reasons: dict[tuple[str, str], list[str]] = {}
         for at in each["devices"]:
             if at["state"] == BROKEN:
                 reasons.setdefault((at["stage"] or "", at["reason"] or ""), []).append(at["device"])
         for (stage, reason), devices in reasons.items():
-            install = [] if not each["install"] or each["install"] in reason else [each["install"]]
-            items.append((f"{each['name']} on {_ranges(devices)} ({stage}): {reason}", install))
+            advice, lines = _remedy(each, stage, reason)
+            items.append((f"{each['name']} on {_ranges(devices)} ({stage}): {reason}{advice}", lines))
     for fault in found["faults"]:
         text = f"{fault['name']} of {fault['distribution']} {fault['version']} is ignored: {fault['message']}"
         items.append((text, ()))
     return Section("what is wrong", items=items)
+
+
+def _remedy(each: Mapping[str, Any], stage: str, reason: str) -> tuple[str, list[str]]:
+    """What to do about a backend that cannot run, as a sentence and lines to copy."""
+    if stage == "self-test" or reason.endswith(STAGES["self-test"]):
+        # What is installed was imported and called: the same again would do the same.
+        where = each["homepage"] or f"to whoever makes {each['distribution']}"
+        return f". Report it: {where}; until then, block it:", [f"FUSEBOARD_DISABLE={each['name']}"]
+    return "", [] if not each["install"] or each["install"] in reason else [each["install"]]
 
 
 def _to_install(found: Mapping[str, Any]) -> Section:
