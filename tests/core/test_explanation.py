@@ -108,7 +108,7 @@ def test_it_names_every_refusal_with_actual_allowed_and_nearest(site):
 
     assert str(said) == (
         f"site {site.name!r} under policy 'fast': flash\n"
-        "  call: cpu, float32, head_dim 80, many queries, equal lengths, gqa\n"
+        "  call: cpu, float32, head_dim 80, many queries, equal lengths, gqa; q 1x4x4x80, k and v 1x2x4x80\n"
         "   sage (approximate, about 0.5 µs): refuses\n"
         "       dtype is float32, allowed float16 (nearest: cast to float16)\n"
         "       head_dim is 80, allowed 64, 96 (nearest: pad to 96 and keep scale=1/sqrt(80))\n"
@@ -117,6 +117,15 @@ def test_it_names_every_refusal_with_actual_allowed_and_nearest(site):
         "-> flash (exact, about 0.75 µs): can answer\n"
         "   reference"
     )
+
+
+def test_the_shapes_that_its_times_are_about_are_shown(site):
+    q, k, v = qkv(2, 3, 5, 7)
+    with registered(entry("a")):
+        said = fb.explain(site, q, k, v[..., :6], mask=torch.ones(5, 7, dtype=torch.bool), policy="fast")
+
+    assert said.shapes == said.as_dict()["shapes"] == "q 2x3x5x8, k 2x3x7x8, v 2x3x7x6, mask 5x7"
+    assert str(said).splitlines()[1] == f"  call: {said.call}; {said.shapes}"
 
 
 def test_the_changes_it_names_admit_the_call(site):

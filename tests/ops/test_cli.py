@@ -264,7 +264,9 @@ def test_every_option_describes_a_part_of_the_call(command, arguments, call):
     )
 
     assert status == 0
-    assert out.splitlines()[1].endswith(call)
+    kind, _, shapes = out.splitlines()[1].rpartition("; ")
+    assert kind.endswith(call)
+    assert shapes.startswith("q 2x4x5x16, k")
 
 
 def test_a_strict_policy_that_lets_nobody_answer_is_status_1(command):

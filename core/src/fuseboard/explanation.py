@@ -70,6 +70,7 @@ class Explanation:
         faults: Plugins that could not be loaded.
         disabled: Backends blocked by a setting, and by which.
         named: The backend that the policy names, or None.
+        shapes: Of the call's tensors, which the kind of call leaves out and the times are about.
     """
 
     site: str
@@ -81,6 +82,7 @@ class Explanation:
     faults: tuple[Fault, ...]
     disabled: dict[str, str]
     named: str | None = None
+    shapes: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready data: text, numbers, lists and None. `docs/doctor.md` describes each key."""
@@ -88,6 +90,7 @@ class Explanation:
             "site": self.site,
             "policy": self.policy,
             "call": str(self.call),
+            "shapes": self.shapes,
             "chosen": self.chosen,
             "why_reference": self.why_reference,
             "candidates": [
@@ -108,7 +111,7 @@ class Explanation:
     def __str__(self) -> str:
         lines = [
             f"site {self.site!r} under policy {self.policy!r}: {self.chosen or 'an error (strict)'}",
-            f"  call: {self.call}",
+            f"  call: {self.call}; {self.shapes}",
         ]
         if self.why_reference:
             lines.append(f"  {self.why_reference}")
@@ -140,6 +143,18 @@ def _with_install_line(refusal: Refusal, backend: Backend) -> Refusal:
         return refusal
     line = backend.install(torch.__version__)
     return refusal if line in refusal.actual else attrs.evolve(refusal, nearest=line)
+
+
+def _shapes(sizes: Sizes) -> str:
+    shapes = {
+        "q": (sizes.batch, sizes.heads, sizes.q_length, sizes.head_dim),
+        "k": (sizes.batch, sizes.kv_heads, sizes.k_length, sizes.head_dim),
+        "v": (sizes.batch, sizes.kv_heads, sizes.k_length, sizes.v_head_dim),
+    }
+    if shapes["k"] == shapes["v"]:
+        shapes = {"q": shapes["q"], "k and v": shapes["k"]}
+    masks = {} if sizes.mask_shape is None else {"mask": sizes.mask_shape}
+    return ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in {**shapes, **masks}.items())
 
 
 def _duration(microseconds: float) -> str:
@@ -251,4 +266,5 @@ def _explained(
         tuple(registry.faults),
         dict(registry.disabled),
         policy.backend_name,
+        _shapes(sizes),
     )

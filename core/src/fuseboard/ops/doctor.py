@@ -51,7 +51,7 @@ states:
 
 exit status:
   0  every installed backend that is meant for this machine's devices works
-  1  something installed is broken or faulty, a hook of it fails, or a setting is wrong
+  1  something is broken or faulty, a hook fails, or a setting is wrong
   2  the question cannot be asked: wrong usage, or torch cannot be imported
 """
 
