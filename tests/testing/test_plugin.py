@@ -61,6 +61,31 @@ def test_a_failed_self_test_is_red(kit):
     assert "tiles-key-heads cannot run on cpu (self-test): self-test failed" in done.stdout
 
 
+FAULTY = """
+from fuseboard.testing import doubles
+
+
+def rank(call, sizes):
+    return 1.0 if call.causal else sizes.lenght
+
+
+plugin = doubles.fake_backend("misspelt", hooks={"rank": rank})
+"""
+
+
+def test_a_hook_that_raises_about_some_calls_is_red(kit):
+    done = kit("misspelt", "double_source:plugin", "-k", "test_hooks", source=FAULTY)
+    assert done.returncode == 1
+    said = "misspelt: the plugin is at fault: hook rank raised AttributeError: 'Sizes' object has no attribute 'lenght'"
+    assert said in done.stdout
+
+
+def test_hooks_that_answer_every_call_are_green(kit):
+    done = kit("loopback", "fuseboard.testing.doubles:loopback", "-k", "test_hooks")
+    assert done.returncode == 0, done.stdout
+    assert "1 passed" in done.stdout
+
+
 def test_an_unknown_backend_is_a_usage_error_that_names_the_nearest(kit):
     done = kit("narrow", "double_source:plugin", "--fuseboard-backend", "narow", source=NARROW)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR

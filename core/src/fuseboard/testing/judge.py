@@ -10,7 +10,7 @@ the declared tolerance, since they sum over rows.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import attrs
@@ -126,6 +126,24 @@ class Kit:
                 kernel = self.backend.load(self.device)
                 verdicts[self.backend.name, str(self.device)] = probe.Verdict(ok=True, kernel=kernel)
         return self._verdict
+
+    def faults(self, cases: Iterable[Case]) -> list[str]:
+        """What is wrong with the plugin's hooks, each asked about every case, those that it refuses too, as chains do.
+
+        No case would tell: whoever asks a hook that raises or gives nonsense gets a cautious answer in its place.
+        """
+        for case in cases:
+            try:
+                inputs = case.inputs(self.device)
+            except torch.OutOfMemoryError:
+                continue  # as its own test is skipped
+            call, sizes = describe(inputs.q, inputs.k, inputs.v, enable_gqa=True, **inputs.arguments())
+            self.backend.exactness(call)
+            self.backend.rank(call, sizes)
+        for dtype in self.backend.constraints.dtypes:
+            self.backend.tolerance(dtype)
+        self.backend.install(torch.__version__)
+        return [each.message for each in self.policy.registry.faults_of(self.backend.name)]
 
     def judge(self, case: Case, via: Via | None = None) -> Outcome:
         """Run a case and say what became of it."""

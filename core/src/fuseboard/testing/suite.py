@@ -66,6 +66,13 @@ def test_admits_something(kit: Kit, request: pytest.FixtureRequest) -> None:
     pytest.fail(f"{kit.backend.name} refuses every case on {kit.device}: {shown}", pytrace=False)
 
 
+def test_hooks(kit: Kit, request: pytest.FixtureRequest) -> None:
+    """No hook raises, or gives what it must not, about any call."""
+    faults = kit.faults(request.config.stash[KITS].cases[kit.backend.name])
+    if faults:
+        pytest.fail(f"{kit.backend.name}: the plugin is at fault: {' '.join(faults)}", pytrace=False)
+
+
 def test_case(kit: Kit, case: Case, request: pytest.FixtureRequest) -> None:
     """The kernel, called as a chain calls it, gives what float64 gives."""
     outcome = _judge(kit, case)
