@@ -79,7 +79,7 @@ class Entry:
 
 @attrs.frozen
 class Fault:
-    """A plugin that could not be loaded or declared a hook wrongly: kept and shown, never raised at the host.
+    """A plugin that could not be loaded, or a hook of it that is wrong: kept and shown, never raised at the host.
 
     Attributes:
         name: The backend's name.
@@ -171,7 +171,7 @@ class Registry:
         """Why a backend that is installed cannot be used, as a sentence; None when it is not installed at all."""
         if name in self.disabled:
             return self.disabled[name]
-        faults = [str(fault) for fault in self.faults if fault.name == name]
+        faults = [str(fault) for fault in self.faults_of(name)]
         return f"its plugin is at fault: {'; '.join(faults)}" if faults and self.resolve(name) is None else None
 
     def faults_of(self, name: str) -> list[Fault]:
