@@ -414,6 +414,18 @@ def test_every_device_of_torch_can_be_named_whether_it_is_here_or_not(device):
     assert fb.Constraints(devices=[device], dtypes=[BF16]).devices == {device}
 
 
+def test_a_declaration_loads_no_torch_and_one_without_it_has_no_dtype(python):
+    out = python(
+        "import sys\n"
+        "from fuseboard.constraints import Constraints\n"
+        "print(sorted(Constraints(devices={'cuda'}, dtypes=()).devices))\n"
+        "try: Constraints(devices={'cuda'}, dtypes={'float16'})\n"
+        "except ValueError as error: print(error)\n"
+        "print('torch' in sys.modules)\n"
+    )
+    assert out.splitlines() == ["['cuda']", f"Constraints.dtypes has 'float16'; {DTYPES}", "False"]
+
+
 def test_version_ranges_are_lists_of_terms():
     assert version_terms(" >=2.6 , <3,!=2.7.1") == [(">=", "2.6"), ("<", "3"), ("!=", "2.7.1")]
     assert version_terms("") == []

@@ -7,6 +7,7 @@ cases from these fields, so they follow by themselves.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -76,19 +77,22 @@ def _place(instance: object, attribute: Any) -> str:
     return f"{type(instance).__name__}.{attribute.name}"
 
 
-def _is_device(word: Any) -> bool:
-    import torch  # noqa: PLC0415 - loaded by whoever declares dtypes
+def _torch() -> Any:
+    """Torch, which whoever has a dtype to declare has loaded; None before."""
+    return sys.modules.get("torch")
 
+
+def _is_device(word: Any) -> bool:
+    if not isinstance(word, str) or _torch() is None:
+        return isinstance(word, str)
     try:
-        return isinstance(word, str) and torch.device(word).type == word
+        return bool(_torch().device(word).type == word)
     except RuntimeError:
         return False
 
 
 def _is_dtype(value: Any) -> bool:
-    import torch  # noqa: PLC0415 - as above
-
-    return isinstance(value, torch.dtype)
+    return _torch() is not None and isinstance(value, _torch().dtype)
 
 
 _devices = _each(_is_device, "torch's device types, such as 'cpu' and 'cuda'")
