@@ -120,10 +120,15 @@ def aligned(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def write_readme(name: str, text: str) -> None:
     """Put `text` between the README's markers of that name."""
-    begin, end = f"<!-- {name}: written by {name}.py --readme -->\n", f"<!-- end of {name} -->"
-    before, _, rest = README.read_text(encoding="utf-8").partition(begin)
-    _, found, after = rest.partition(end)
-    if not found:
-        msg = f"{README.name} has no markers for {name}; expected {begin.strip()} and {end}."
+    write_between(README, name, f"{name}.py --readme", text)
+
+
+def write_between(page: Path, name: str, by: str, text: str) -> None:
+    """Put `text` between a page's markers of that name, which say who writes there."""
+    begin, end = f"<!-- {name}: written by {by} -->\n", f"<!-- end of {name} -->"
+    before, found, rest = page.read_text(encoding="utf-8").partition(begin)
+    _, ended, after = rest.partition(end)
+    if not found or not ended:
+        msg = f"{page} has no markers for {name}; expected {begin.strip()} and {end}."
         raise SystemExit(msg)
-    README.write_text(f"{before}{begin}\n{text}\n\n{end}{after}", encoding="utf-8")
+    page.write_text(f"{before}{begin}\n{text}\n\n{end}{after}", encoding="utf-8")

@@ -40,7 +40,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from _report import aligned, arguments, keep, listed, machine, versions
+from _report import aligned, arguments, keep, listed, machine, versions, write_between
 
 PACKAGES = ("torch", "fuseboard")
 NONE, AGAIN = "none", "none again"
@@ -65,6 +65,7 @@ DECODER = {
 
 ROUNDED = 1e-4  # what the gains of a file lack
 PAGE = Path(__file__).parents[1] / "docs" / "features.md"
+MARKED = ("features", "benchmarks/features.py --page")  # the markers of what stands there
 
 Compute = Callable[[Callable[[], None]], Any]
 """Calls what it is given wherever it may be cut in parts that are timed one by one."""
@@ -657,17 +658,6 @@ def page(result: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "", *(f"* {each}" for each in facts)])
 
 
-def write_page(text: str) -> None:
-    """Put it between the page's markers."""
-    begin, end = "<!-- features: written by benchmarks/features.py --page -->\n", "<!-- end of features -->"
-    before, found, rest = PAGE.read_text(encoding="utf-8").partition(begin)
-    _, ended, after = rest.partition(end)
-    if not found or not ended:
-        msg = f"{PAGE.name} has no markers; expected {begin.strip()} and {end}."
-        raise SystemExit(msg)
-    PAGE.write_text(f"{before}{begin}\n{text}\n\n{end}{after}", encoding="utf-8")
-
-
 def main() -> int:
     parser = arguments(
         __doc__, rounds=30, each="how often every operation is timed", quick="two rounds: shows that it runs"
@@ -690,7 +680,7 @@ def main() -> int:
         result = json.loads(options.earlier.read_text(encoding="utf-8"))
         keep(options, "features", result, render(result))
         if options.page:
-            write_page(page(result))
+            write_between(PAGE, *MARKED, page(result))
         print(render(result))
         return 0
 
@@ -714,7 +704,7 @@ def main() -> int:
         result = result_of(children, rounds)
         keep(options, "features", result, render(result))
     if options.page:
-        write_page(page(result))
+        write_between(PAGE, *MARKED, page(result))
     print(f"\n{render(result)}\n{time.monotonic() - began:.0f} s in all")
     return 1 if result["failed"] else 0
 

@@ -40,7 +40,7 @@ from typing import Any, TypeAlias
 import attrs
 import torch
 import torch.nn.functional as F  # noqa: N812
-from _report import aligned, machine, versions
+from _report import aligned, machine, versions, write_between
 from torch import Tensor
 
 from fuseboard_tilelang import (
@@ -603,13 +603,7 @@ def cpu_rows() -> dict[str, dict[str, float]]:
 
 def write_plugin_readme(name: str, text: str) -> None:
     """Put a table between the markers of that name."""
-    begin, end = f"<!-- {name}: written by benchmarks/tilelang_kernels.py --readme -->\n", f"<!-- end of {name} -->"
-    before, found, rest = PLUGIN.read_text(encoding="utf-8").partition(begin)
-    _, ended, after = rest.partition(end)
-    if not found or not ended:
-        msg = f"{PLUGIN} has no markers for {name}; expected {begin.strip()} and {end}."
-        raise SystemExit(msg)
-    PLUGIN.write_text(f"{before}{begin}\n{text}\n\n{end}{after}", encoding="utf-8")
+    write_between(PLUGIN, name, "benchmarks/tilelang_kernels.py --readme", text)
 
 
 def main() -> None:
