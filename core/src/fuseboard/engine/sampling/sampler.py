@@ -201,10 +201,16 @@ class Sampler:
         Raises:
             InputError: The logits' shape is not that of the state.
         """
-        scores = _last(logits, state).float()
+        return self._processed(logits, state).float()
+
+    def _processed(self, logits: Tensor, state: State) -> Tensor:
+        """The scores, in the logits' own dtype where nothing processes them."""
+        scores, blocked = _last(logits, state), self._blocked(state)
+        if not self.do_sample and state.seen is None and blocked is None:
+            return scores
+        scores = scores.float()
         if state.seen is not None:
             scores = repetition_penalty_seen(scores, state.seen, self.repetition_penalty)
-        blocked = self._blocked(state)
         if blocked is not None:
             scores = suppress(scores, blocked)
         if not self.do_sample:
@@ -231,10 +237,8 @@ class Sampler:
         """
         if self.do_sample:
             ids = multinomial1(self.scores(logits, state).softmax(dim=-1), state.generator, invalid=state.invalid)
-        elif self._processes(state):
-            ids = self.scores(logits, state).argmax(dim=-1, keepdim=True)
-        else:  # in float32 they would have the same order, and the same ties
-            ids = _last(logits, state).argmax(dim=-1, keepdim=True)
+        else:  # of any dtype: in float32 they would have the same order, and the same ties
+            ids = self._processed(logits, state).argmax(dim=-1, keepdim=True)
         state.count.add_(1)
         if self.eos_token_id:
             # The end is looked up before the padding is put in: that need not be an id of the vocabulary.
@@ -244,11 +248,6 @@ class Sampler:
         if state.seen_and_beyond is not None:
             state.seen_and_beyond.scatter_(1, ids.clamp(max=state.vocab), True)
         return ids
-
-    def _processes(self, state: State) -> bool:
-        """Whether a greedy step's scores are anything but the logits."""
-        ends = self.min_new_tokens and self.eos_token_id
-        return bool(state.seen is not None or "suppress" in state.masks or self.begin_suppress_tokens or ends)
 
     def _blocked(self, state: State) -> Tensor | None:
         """The ids that cannot be drawn in this step. The processors that say so follow each other: one mask for all."""
