@@ -37,6 +37,7 @@ class Check:
         contract: Which.
         contiguous: Whether an input in another layout is copied instead of refused.
         package: What messages call it.
+        written: Which inputs the model writes into.
     """
 
     def __init__(self, contract: Contract, contiguous: bool, package: str) -> None:
@@ -45,7 +46,7 @@ class Check:
         self.package = package
         self._inputs = contract.tensors()
         self._owners = contract.owners()
-        self._written = [i for i, each in enumerate(self._inputs) if each.written]
+        self.written = [i for i, each in enumerate(self._inputs) if each.written]
         self._aligned = [(i, each.alignment) for i, each in enumerate(self._inputs) if each.alignment > 1]
         self._known: dict[Hashable, tuple[_Copies, _Values]] = {}
 
@@ -79,7 +80,7 @@ class Check:
                 self._known[key] = known
         copies, values = known
         out = list(tensors)
-        for i in self._written:
+        for i in self.written:
             self._apart(i, out)
         for i, low, high in values:
             self._look_at(out[i], self._inputs[i].name, low, high)

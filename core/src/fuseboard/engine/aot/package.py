@@ -99,7 +99,6 @@ class Package:
         self.device = device
         self._loader = loader
         self._check = Check(contract, contiguous, path.name)
-        self._written = [i for i, each in enumerate(contract.tensors()) if each.written]
         try:
             self._in_tree, self._out_tree = (pytree.treespec_loads(each) for each in contract.trees)
         except Exception as error:
@@ -134,8 +133,8 @@ class Package:
         tensors = args if len(args) == self._plain and not kwargs else self._bound(args, kwargs)
         given = self._check(tensors)
         out = self._loader.run(given)
-        if self._written:
-            increment_version([given[i] for i in self._written])  # or a backward would use saved ones unwarned
+        if self._check.written:
+            increment_version([given[i] for i in self._check.written])  # or a backward would use saved ones unwarned
         if self._tensor:
             return out[0]
         return tuple(out) if self._tuple else pytree.tree_unflatten(out, self._out_tree)
