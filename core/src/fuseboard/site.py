@@ -107,14 +107,8 @@ class Site:
             given["dropout_p"] = dropout_p
         return self.reference(q, k, v, **given)
 
-    def __copy__(self) -> Site:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Site:
-        """Itself: a model that holds its site is copied, and the place in the engine is the same."""
-        return self
-
     def __reduce__(self) -> Any:
+        """Copied and pickled it is itself: a model that holds its site is copied, and the place is the same."""
         return _living, (self.name,)
 
     def __repr__(self) -> str:
