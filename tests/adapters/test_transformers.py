@@ -447,9 +447,8 @@ def test_the_local_layers_of_an_encoder_say_how_far_they_see_on_either_side(padd
     assert local.keys is None if keys is None else torch.equal(local.keys, keys)
 
 
-@needs_bert
-def test_every_structure_of_an_encoder_describes_its_dense_mask(recorder, monkeypatch):
-    _, board = pair(modernbert)
+def checked_structures(monkeypatch):
+    """Every structure that the adapter finds from here on, each held against its dense mask."""
     checked = []
     inner = adapter._info_of
 
@@ -461,6 +460,13 @@ def test_every_structure_of_an_encoder_describes_its_dense_mask(recorder, monkey
         return info
 
     monkeypatch.setattr(adapter, "_info_of", watched)
+    return checked
+
+
+@needs_bert
+def test_every_structure_of_an_encoder_describes_its_dense_mask(recorder, monkeypatch):
+    _, board = pair(modernbert)
+    checked = checked_structures(monkeypatch)
     with torch.no_grad(), fb.bind("fast"):
         for padding in ("absent", "right", "left"):
             outputs(board, batch(padding))
@@ -493,17 +499,7 @@ def test_without_a_mask_the_causal_flag_says_it_all(recorder):
 @pytest.mark.parametrize("make", DECODERS)
 def test_every_structure_of_a_generation_describes_its_dense_mask(make, recorder, monkeypatch):
     _, board = pair(make)
-    checked = []
-    inner = adapter._info_of
-
-    def watched(mask, query, key):
-        info = inner(mask, query, key)
-        if info is not None:
-            check_mask_info(mask, info, query.shape[2], key.shape[2], query.device)
-            checked.append(info)
-        return info
-
-    monkeypatch.setattr(adapter, "_info_of", watched)
+    checked = checked_structures(monkeypatch)
     with fb.bind("fast"):
         board.generate(**batch("left"), max_new_tokens=9, do_sample=False)
 

@@ -283,20 +283,24 @@ def test_a_function_with_a_hooks_name_and_without_the_mark_is_a_fault(name):
     )
 
 
+class Methods:
+    """A plugin that is an object of a class."""
+
+    @fb.hookimpl
+    def info(self):
+        return fb.BackendInfo("x")
+
+    @fb.hookimpl
+    def constraints(self):
+        return fb.Constraints(devices={"cpu"}, dtypes={torch.float32})
+
+    @fb.hookimpl
+    def kernel(self, device):
+        return device
+
+
 def test_a_method_with_a_hooks_name_and_without_the_mark_is_a_fault():
-    class Plugin:
-        @fb.hookimpl
-        def info(self):
-            return fb.BackendInfo("x")
-
-        @fb.hookimpl
-        def constraints(self):
-            return fb.Constraints(devices={"cpu"}, dtypes={torch.float32})
-
-        @fb.hookimpl
-        def kernel(self, device):
-            return device
-
+    class Plugin(Methods):
         def rank(self, call):
             return 1.0
 
@@ -320,20 +324,7 @@ def test_a_wrong_signature_is_a_fault_that_shows_the_right_one():
 
 
 def test_a_class_in_place_of_its_instance_is_a_fault():
-    class Plugin:
-        @fb.hookimpl
-        def info(self):
-            return fb.BackendInfo("x")
-
-        @fb.hookimpl
-        def constraints(self):
-            return fb.Constraints(devices={"cpu"}, dtypes={torch.float32})
-
-        @fb.hookimpl
-        def kernel(self, device):
-            return device
-
-    fault, _ = only_fault(loads(lambda: Plugin))
+    fault, _ = only_fault(loads(lambda: Methods))
     assert fault.message
 
 

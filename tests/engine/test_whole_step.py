@@ -326,6 +326,15 @@ class Eagerly(WholeSteps):
         return Ahead(answer, cache, self.tally, state.generator, drawn, held, run._counts())
 
 
+def launching_ahead(monkeypatch: pytest.MonkeyPatch) -> tuple[QwenDecoder, Eagerly]:
+    """A decoder whose whole steps are launched ahead without a GPU, and who makes them."""
+    decoder = made()
+    decoder.graphs = "step"
+    whole = Eagerly(decoder)
+    monkeypatch.setattr(decoder, "_whole_for", lambda _cache: whole)
+    return decoder, whole
+
+
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("eos", [(), 5, (5, 7, 11, 30, 40, 41, 42, 43)])
 def test_steps_launched_ahead_leave_the_tokens_generators_and_counts_alone(
@@ -334,10 +343,7 @@ def test_steps_launched_ahead_leave_the_tokens_generators_and_counts_alone(
     ids, mask = prompts((0, 3))
     found = []
     for ahead in (False, True):
-        decoder = made()
-        decoder.graphs = "step"
-        whole = Eagerly(decoder)
-        monkeypatch.setattr(decoder, "_whole_for", lambda _cache, whole=whole: whole)
+        decoder, whole = launching_ahead(monkeypatch)
         run, generator = fb.Run(), torch.Generator().manual_seed(2)
         sampler = Sampler(top_k=20, repetition_penalty=1.2) if sampled else Sampler(do_sample=False)
         with fb.bind("exact", run=run):
@@ -357,10 +363,7 @@ def test_a_stream_that_ends_early_has_drawn_what_was_asked_for(end: str, monkeyp
     ids, _ = prompts((0,))
     found = []
     for ahead in (False, True):
-        decoder = made()
-        decoder.graphs = "step"
-        whole = Eagerly(decoder)
-        monkeypatch.setattr(decoder, "_whole_for", lambda _cache, whole=whole: whole)
+        decoder, whole = launching_ahead(monkeypatch)
         generator = torch.Generator().manual_seed(2)
         given = {"max_new_tokens": 25, "sampler": Sampler(), "generator": generator, "eos": (), "ahead": ahead}
         if end == "raised":
