@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import shutil
+import struct
 import subprocess
 import sys
 import warnings
@@ -460,6 +461,23 @@ def test_a_flipped_byte_in_a_member_is_told_with_the_members_name(static, tmp_pa
         aot.load(path)
 
 
+def stack_of(library: bytes) -> int:
+    """How a library says that its process uses the stack: PF_X, PF_W and PF_R of PT_GNU_STACK."""
+    table, size, count = struct.unpack_from("<32xQ14xHH", library)
+    headers = [struct.unpack_from("<II", library, table + i * size) for i in range(count)]
+    return next(flags for kind, flags in headers if kind == 0x6474E551)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ELF")
+def test_a_package_asks_for_no_executable_stack_and_is_whole_for_others_too(static, dynamic):
+    for package in (static, dynamic):
+        with zipfile.ZipFile(package.path) as file:
+            libraries = [each for each in file.namelist() if each.endswith(".so")]
+
+            assert [stack_of(file.read(each)) for each in libraries] == [6] * len(libraries) != []
+            assert file.testzip() is None
+
+
 def edited(package, tmp_path, edit) -> Path:
     """The package with another contract, sealed again: what a digest inside a file cannot tell."""
     path = tmp_path / "edited.pt2"
@@ -523,7 +541,11 @@ sys.path.insert(0, os.environ["HERE"])
 import torch
 from fuseboard.engine import aot
 
-given = torch.load("given.pt")
+def stack():
+    with open("/proc/self/maps") as maps:
+        return [line.split()[1] for line in maps if line.rstrip().endswith("[stack]")]
+
+given, before = torch.load("given.pt"), stack()
 static, dynamic = aot.load("static.pt2"), aot.load("dynamic.pt2")
 same = torch.allclose(static(*given["qkv"]), given["static"], atol=1e-5)
 logits, states = dynamic(*given["text"], normalise=True)
@@ -537,8 +559,9 @@ for name, arguments in given["wrong"]:
     except Exception as error:
         answers.append(type(error).__name__)
 compilers = [each for each in ("torch._inductor.codecache", "torch._dynamo") if each in sys.modules]
+unchanged = stack() == before
 del static, dynamic, run
-print(json.dumps({"same": same, "answers": answers, "compilers": compilers}))
+print(json.dumps({"same": same, "answers": answers, "compilers": compilers, "stack unchanged": unchanged}))
 """
 
 
@@ -574,7 +597,8 @@ def test_a_fresh_process_without_a_compiler_loads_runs_and_refuses(static, dynam
 
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
-    assert answer == {"same": True, "answers": ["ContractError"] * len(wrong), "compilers": []}
+    refused = ["ContractError"] * len(wrong)
+    assert answer == {"same": True, "answers": refused, "compilers": [], "stack unchanged": True}
     assert list(places["cache"].iterdir()) == []
     assert list(places["temp"].iterdir()) == []
 

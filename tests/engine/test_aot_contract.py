@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import struct
 import zipfile
+import zlib
 
 import attrs
 import pytest
@@ -298,6 +301,53 @@ def test_what_was_sealed_is_read_again(package):
 
     assert data == {"contract": {"schema": 1}, "meta": None}
     assert archive.checked(package, digest) == (data, digest)
+
+
+def library(stack: int, constants: bytes) -> bytes:
+    """The beginning of an ELF file: two program headers, the second PT_GNU_STACK."""
+    header = struct.pack("<6s26xQ14xHH", b"\x7fELF\x02\x01", 64, 56, 2).ljust(64, b"\0")
+    return header + struct.pack("<II48x", 1, 5) + struct.pack("<II48x", 0x6474E551, stack) + constants
+
+
+class Unseekable(io.RawIOBase):
+    """A file into which a zip is written with its checksums behind the data, as torch does."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def writable(self):
+        return True
+
+    def write(self, data):
+        return self.file.write(data)
+
+
+@pytest.mark.parametrize("described", [False, True], ids=["header", "descriptor"])
+def test_a_library_that_wants_an_executable_stack_wants_it_no_longer(tmp_path, described):
+    path, constants = tmp_path / "x.pt2", bytes(range(256)) * 9000  # more than is read at once
+    short, other = library(7, b"")[:50], b"\xcf\xfa\xed\xfe" + constants
+    with path.open("wb") as raw, zipfile.ZipFile(Unseekable(raw) if described else raw, "w") as file:
+        file.writestr("x/archive_format", "pt2")
+        file.writestr("x/model/wants.so", library(7, constants))
+        file.writestr("x/model/does_not.so", library(6, constants))
+        file.writestr("x/model/short.so", short)
+        file.writestr("x/model/mach.so", other)
+        file.writestr("x/model/text.cpp", library(7, constants))
+    archive.seal(path, {"contract": {"schema": 1}, "meta": None})
+
+    with zipfile.ZipFile(path) as file:
+        assert file.testzip() is None
+        assert file.read("x/model/wants.so") == library(6, constants) == file.read("x/model/does_not.so")
+        assert file.read("x/model/text.cpp") == library(7, constants)
+        assert (file.read("x/model/short.so"), file.read("x/model/mach.so")) == (short, other)
+    local = path.read_bytes()
+    at = local.index(b"x/model/wants.so")
+    crc = zlib.crc32(library(6, constants))
+    stored = local.index(library(6, constants)) + len(library(6, constants))
+    if described:
+        assert struct.unpack_from("<4sI", local, stored) == (b"PK\x07\x08", crc)
+    else:
+        assert struct.unpack_from("<I", local, at - 16) == (crc,)
 
 
 def test_a_change_of_any_byte_is_found(package):

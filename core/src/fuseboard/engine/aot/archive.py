@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fuseboard.engine.aot.errors import PackageError
+from fuseboard.engine.aot.stack import unexecutable
 
 __all__ = ["MEMBER", "checked", "seal"]
 
@@ -25,8 +26,12 @@ _CHUNK = 1 << 20
 
 
 def seal(path: Path, data: dict[str, Any]) -> str:
-    """Write `data` into a package of torch's, and the digest behind it. Gives the file's SHA-256."""
+    """Write `data` into a package of torch's, and the digest behind it. Gives the file's SHA-256.
+
+    Its libraries ask for no executable stack then (`stack`).
+    """
     with zipfile.ZipFile(path, "a", zipfile.ZIP_STORED) as archive:
+        unexecutable(path, archive)
         format_name = next(name for name in archive.namelist() if name.endswith("archive_format"))
         root = format_name.removesuffix("archive_format")
         # A time of its own would make equal packages differ.
