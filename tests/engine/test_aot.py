@@ -691,6 +691,27 @@ def test_export_without_a_compiler_says_so_at_once(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.skipif(sys.platform != "linux" or not shutil.which("g++"), reason="g++ on Linux")
+def test_a_compiler_that_brings_a_c_library_of_its_own_is_refused_at_once(tmp_path):
+    """Its packages end the process that loads them, in torch's own loader."""
+    compiler = tmp_path / "static-g++"
+    compiler.write_text(f'#!/bin/sh\nexec {shutil.which("g++")} -static-libstdc++ "$@"\n')
+    compiler.chmod(0o755)
+    place = tmp_path / "place"
+    place.mkdir()
+
+    done = subprocess.run(
+        [sys.executable, "-c", EXPORTS],
+        cwd=place, capture_output=True, text=True, check=False, timeout=120,
+        env={**os.environ, "CXX": str(compiler), "HERE": str(Path(fb.__file__).parents[1])},
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"compiler the C++ compiler {compiler} puts a C++ library of its own into what")
+    assert "CXX=/usr/bin/g++" in done.stdout
+    assert list(place.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("model", "x", "reason", "words"),
     [

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import struct
+import sys
 import zipfile
 import zlib
+from pathlib import Path
 
 import attrs
 import pytest
@@ -15,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fuseboard.engine import aot
-from fuseboard.engine.aot import archive
+from fuseboard.engine.aot import archive, elf
 from fuseboard.engine.aot.check import KNOWN, Check
 from fuseboard.engine.aot.contract import evaluate, parsed, symbols_of
 
@@ -348,6 +350,21 @@ def test_a_library_that_wants_an_executable_stack_wants_it_no_longer(tmp_path, d
         assert struct.unpack_from("<4sI", local, stored) == (b"PK\x07\x08", crc)
     else:
         assert struct.unpack_from("<I", local, at - 16) == (crc,)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ELF")
+def test_the_libraries_that_a_library_needs_are_read_from_its_file(tmp_path):
+    path = Path(torch._C.__file__)
+    behind = tmp_path / "inside of another file"
+    behind.write_bytes(b"before" + path.read_bytes() + b"behind")
+
+    with path.open("rb") as file:
+        names = elf.needed(file, 0, path.stat().st_size)
+        assert elf.needed(file, 1, path.stat().st_size) == elf.needed(file, 0, 20) == []
+    with behind.open("rb") as file:
+        assert elf.needed(file, len(b"before"), path.stat().st_size) == names
+
+    assert "libtorch_python.so" in names
 
 
 def test_a_change_of_any_byte_is_found(package):

@@ -206,9 +206,11 @@ def test_a_package_moves_to_another_gpu(package, run):
     if torch.cuda.device_count() < 2 or OLD:
         pytest.skip("needs two GPUs, and torch 2.7")
     moved = aot.load(package, device="cuda:1")
+    assert torch.cuda.current_device() == 0
     x, mask = inputs()
 
     assert "x: is on cuda:0; the package takes cuda:1" in refused(moved, x, mask)
     out = moved(x.to("cuda:1"), mask.to("cuda:1"))
     assert str(out.device) == "cuda:1"
+    assert torch.cuda.current_device() == 0
     assert torch.equal(out.cpu(), run(x, mask).cpu())

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fuseboard.engine.aot import archive
+from fuseboard.engine.aot.compiler import check_compiler
 from fuseboard.engine.aot.contract import Constant, Contract, Input, Target
 from fuseboard.engine.aot.errors import ExportError
 from fuseboard.engine.aot.graph import (
@@ -120,7 +121,7 @@ def export(
         raise ExportError("autocast", msg)
     device = _device_of(model, args, kwargs)
     _check_example(args, kwargs)
-    _check_compiler()
+    check_compiler()
     with _one_at_a_time, torch.inference_mode(False), torch.no_grad(), _quiet():
         began = time.perf_counter()
         args, named = pytree.tree_map_only(Tensor, _alone, (args, kwargs))
@@ -199,16 +200,6 @@ def _alone(given: Tensor) -> Tensor:
     memory = given.detach().untyped_storage().clone()  # type: ignore[no-untyped-call]
     alone = torch.empty(0, dtype=given.dtype, device=given.device)
     return alone.set_(memory, given.storage_offset(), given.shape, given.stride())
-
-
-def _check_compiler() -> None:
-    from torch._inductor import cpp_builder, exc  # noqa: PLC0415 - inductor, for those who export
-
-    try:
-        cpp_builder.get_cpp_compiler()
-    except exc.InvalidCxxCompiler as error:
-        msg = "there is no C++ compiler, which a package is made with: install g++, or name one in the variable CXX."
-        raise ExportError("compiler", msg) from error
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ find out about the CPU, only to warn. torch's C++ loader, which it calls in the 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -304,13 +305,15 @@ def _loader(path: str, index: int | None) -> Any:
     # Untyped, and of more arguments from torch 2.7 on: (path, model, single-threaded, runners, device).
     make: Any = torch._C._aoti.AOTIModelPackageLoader
     try:
-        try:
-            return make(path, "model", False, 1, -1 if index is None else index)
-        except TypeError:
-            if index:
-                msg = f"torch {torch.__version__} loads a package onto cuda:0 only, not cuda:{index}."
-                raise PackageError(path, "device", msg) from None
-            return make(path, "model")
+        # It makes the package's device the current one, and leaves it so.
+        with contextlib.nullcontext() if index is None else torch.cuda.device(index):
+            try:
+                return make(path, "model", False, 1, -1 if index is None else index)
+            except TypeError:
+                if index:
+                    msg = f"torch {torch.__version__} loads a package onto cuda:0 only, not cuda:{index}."
+                    raise PackageError(path, "device", msg) from None
+                return make(path, "model")
     except (RuntimeError, OSError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise PackageError(path, "load", f"torch cannot load it: {first}") from error

@@ -2,8 +2,7 @@
 
 AOTInductor hands its constants to the assembler, in a file without the note that says how the stack is used; a linker
 takes that for a stack that holds code. Nothing in these libraries does. To load one, the process's stacks would have to
-become executable: glibc from 2.41 on refuses that, and so do SELinux, hardened kernels and some containers, or the
-process ends there.
+become executable: glibc before 2.41 makes them so, later ones refuse, and so do SELinux and hardened kernels.
 """
 
 from __future__ import annotations
@@ -14,13 +13,11 @@ import zlib
 from pathlib import Path
 from typing import BinaryIO
 
+from fuseboard.engine.aot.elf import GNU_STACK, segments
+
 __all__ = ["unexecutable"]
 
-# ELF-64, little-endian (the System V ABI's elf.h): where the program headers are, and what one of them says.
-_ELF = b"\x7fELF\x02\x01"
-_HEADER = struct.Struct("<32xQ14xHH")
-_PT_GNU_STACK = 0x6474E551
-_PF_X = 1
+_EXECUTABLE = 1  # PF_X
 # A zip's local header and data descriptor (APPNOTE 4.3.7 and 4.3.9).
 _LOCAL = struct.Struct("<26xHH")
 _LOCAL_CRC = 14
@@ -35,29 +32,19 @@ def unexecutable(path: Path, archive: zipfile.ZipFile) -> None:
         for member in archive.infolist():
             if member.filename.endswith(".so") and member.compress_type == zipfile.ZIP_STORED:
                 file.seek(member.header_offset)
-                name, extra = _LOCAL.unpack(file.read(_LOCAL.size))
-                start = member.header_offset + _LOCAL.size + name + extra
+                start = member.header_offset + _LOCAL.size + sum(_LOCAL.unpack(file.read(_LOCAL.size)))
                 if _cleared(file, start, member.file_size):
                     _checked_anew(file, start, member)
 
 
 def _cleared(file: BinaryIO, start: int, length: int) -> bool:
     """Whether the library at `start` asked for such a stack, which it does no longer."""
-    file.seek(start)
-    head = file.read(min(_HEADER.size, length))
-    if len(head) < _HEADER.size or not head.startswith(_ELF):
+    stack = next((each for each in segments(file, start, length) if each.kind == GNU_STACK), None)
+    if stack is None or not stack.flags & _EXECUTABLE:
         return False
-    table, size, count = _HEADER.unpack(head)
-    if table + size * count > length:
-        return False
-    for at in range(start + table, start + table + size * count, size):
-        file.seek(at)
-        kind, flags = struct.unpack("<II", file.read(8))
-        if kind == _PT_GNU_STACK and flags & _PF_X:
-            file.seek(at + 4)
-            file.write(struct.pack("<I", flags & ~_PF_X))
-            return True
-    return False
+    file.seek(stack.header + 4)
+    file.write(struct.pack("<I", stack.flags & ~_EXECUTABLE))
+    return True
 
 
 def _checked_anew(file: BinaryIO, start: int, member: zipfile.ZipInfo) -> None:
