@@ -693,7 +693,7 @@ def test_export_without_a_compiler_says_so_at_once(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux" or not shutil.which("g++"), reason="g++ on Linux")
 def test_a_compiler_that_brings_a_c_library_of_its_own_is_refused_at_once(tmp_path):
-    """Its packages end the process that loads them, in torch's own loader."""
+    """Its packages cannot be loaded, or end the process that does, in torch's own loader."""
     compiler = tmp_path / "static-g++"
     compiler.write_text(f'#!/bin/sh\nexec {shutil.which("g++")} -static-libstdc++ "$@"\n')
     compiler.chmod(0o755)

@@ -18,7 +18,7 @@ _SHARED = ("libstdc++.so", "libc++.so")
 
 
 def check_compiler() -> None:
-    """Finds out before a minute of compilation, and before a package is made that no process survives.
+    """Finds out before a minute of compilation, and before a package is made that no process can load.
 
     Raises:
         ExportError: There is none, or it puts a C++ library of its own into what it makes.
@@ -33,8 +33,8 @@ def check_compiler() -> None:
     if sys.platform == "linux" and not _shares(compiler):
         msg = (
             f"the C++ compiler {compiler} puts a C++ library of its own into what it makes, as with -static-libstdc++, "
-            "and so into the package: loaded beside torch's it ends the process. Name another one in the variable CXX, "
-            "such as CXX=/usr/bin/g++, or give this one a libstdc++.so to link to."
+            "and so into the package: beside torch's, loading that fails or ends the process. Name another one in the "
+            "variable CXX, such as CXX=/usr/bin/g++, or give this one a libstdc++.so to link to."
         )
         raise ExportError("compiler", msg)
 
