@@ -585,3 +585,13 @@ def test_a_mask_that_does_not_fit_its_structure_is_not_looked_at_by_default(site
     assert same_bits(
         fb.attention(*qkv(), site=site, mask=~dense, mask_info=info), F.scaled_dot_product_attention(*qkv(), ~dense)
     )
+
+
+@pytest.mark.parametrize("policy", [None, "auto", "exact"])
+@pytest.mark.parametrize("given", ["engine.part", None, F.scaled_dot_product_attention])
+def test_what_is_no_site_is_said_before_anything_is_computed(given, policy):
+    bound = fb.bind(policy) if policy else contextlib.nullcontext()
+    with bound, pytest.raises(fb.InputError, match=r"^site is .*; expected .* SITE = fuseboard\.Site") as error:
+        fb.attention(None, None, None, site=given)
+    assert error.value.argument == "site"
+    assert repr(given) in str(error.value)

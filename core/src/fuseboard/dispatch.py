@@ -22,7 +22,7 @@ from fuseboard.backend import Kernel
 from fuseboard.call import Sizes, describe, is_lowered, lowered
 from fuseboard.chain import Chain, Route, Table
 from fuseboard.context import BOUND, Binding
-from fuseboard.errors import DeclinedError, InputChangedError, RefusedError
+from fuseboard.errors import DeclinedError, InputChangedError, InputError, RefusedError
 from fuseboard.explanation import of_refusal
 from fuseboard.failure import Meaning, classify
 from fuseboard.masks import MaskInfo, check_mask_info, in_form
@@ -78,10 +78,15 @@ def attention(
         `(batch, heads, q_length, v_head_dim)`.
 
     Raises:
-        InputError: (under a policy other than `auto`) An argument cannot be right; no kernel was called.
+        InputError: `site` is no Site; or, under a policy other than `auto`, another argument cannot be right. No kernel
+            was called.
         RefusedError: The bound policy is strict and its backend cannot answer.
         InputChangedError: A backend raised after it had written into its inputs.
     """
+    try:
+        reference = site.reference
+    except AttributeError:
+        raise _no_site(site) from None
     binding = BOUND.get()
     if binding is None:
         binding = context.process
@@ -89,11 +94,19 @@ def attention(
         _watch(q, k, site, mask, mask_info)
     if binding is None:
         if mask is None and mask_info is None and scale is None and not causal and not enable_gqa and not dropout_p:
-            return site.reference(q, k, v)
+            return reference(q, k, v)
         return site.compute(q, k, v, mask, causal, scale, enable_gqa, dropout_p, mask_info)
     if _tracing():
         return _eagerly(binding, q, k, v, site, mask, causal, scale, enable_gqa, dropout_p, mask_info)
     return _bound(binding, q, k, v, site, mask, causal, scale, enable_gqa, dropout_p, mask_info)
+
+
+def _no_site(given: object) -> InputError:
+    msg = (
+        f"site is {given!r}; expected the place in the engine, made once at module level: "
+        'SITE = fuseboard.Site("engine.part").'
+    )
+    return InputError("site", msg)
 
 
 def _bound(  # noqa: C901, PLR0912, PLR0915 - one road, and a call of its own would cost a tenth of a microsecond
