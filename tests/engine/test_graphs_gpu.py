@@ -218,6 +218,26 @@ def test_a_generator_of_another_device_is_an_error() -> None:
         pass
 
 
+def test_a_turn_comes_after_the_one_before_on_another_stream_also_where_that_raised() -> None:
+    graphs, x = Graphs("cuda"), torch.zeros(1, device="cuda")
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def step() -> None:
+        with graphs.turn():
+            torch.cuda._sleep(200_000_000)
+            x.add_(1)
+            msg = "half-way"
+            raise ValueError(msg)
+
+    with torch.cuda.stream(first), pytest.raises(ValueError, match="half-way"):
+        step()
+    with torch.cuda.stream(second), graphs.turn():
+        seen = x.clone()
+    second.synchronize()
+
+    assert seen.item() == 1
+
+
 # ---- a stack of layers
 
 

@@ -186,6 +186,7 @@ class Graphs:
         replays: How often one was replayed.
         failure: Why a capture failed, in words; then nothing is captured any more.
         lock: Held by whoever uses the model's graphs: their memory and their generator are one request's at a time.
+            A `turn` holds it.
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -206,12 +207,27 @@ class Graphs:
         with torch.cuda.device(self.device):
             self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
             self.generator = torch.Generator(self.device)
+        self._last = torch.cuda.Event()  # type: ignore[no-untyped-call] # where the last turn ended
         self._pool, self._spare = Pool(self.device), list[Pool]()
 
     def pool(self) -> Pool:
         """Memory apart from the model's own, for graphs that go before others do or are replayed in any order."""
         with self.lock:
             return self._spare.pop() if self._spare else Pool(self.device)
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """For a step: one at a time, after the one before, on whichever stream that was; on the graphs' device."""
+        with self.lock, torch.cuda.device(self.device):
+            self.follow()
+            try:
+                yield
+            finally:
+                self._last.record(torch.cuda.current_stream(self.device))
+
+    def follow(self) -> None:
+        """What the current stream does next comes after the last `turn`."""
+        torch.cuda.current_stream(self.device).wait_event(self._last)
 
     def capture(
         self, fn: Callable[[], T], state: Iterable[Tensor] = (), *, pool: Pool | None = None

@@ -103,7 +103,6 @@ class LayerSteps:
         self._stack = stack
         self._graphs = graphs
         self._captured: dict[Any, _Captured] = {}
-        self._done: torch.cuda.Event | None = None  # the last step's end, on whichever stream it was
 
     def __call__(self, hidden: Tensor, inputs: tuple[Tensor, ...] = ()) -> Tensor:
         """One step; the answer is the caller's own.
@@ -116,14 +115,8 @@ class LayerSteps:
         if graphs is None or graphs.failure is not None or torch.is_grad_enabled():
             self.eager_steps += 1
             return self._stack.eager(hidden, inputs)
-        with graphs.lock, torch.cuda.device(graphs.device):
-            stream = torch.cuda.current_stream(graphs.device)
-            if self._done is None:
-                self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            stream.wait_event(self._done)
-            answer = self._step(hidden, inputs, graphs).clone()  # the graphs' own is overwritten by the next step
-            self._done.record(stream)
-        return answer
+        with graphs.turn():
+            return self._step(hidden, inputs, graphs).clone()  # the graphs' own is overwritten by the next step
 
     def drop(self) -> None:
         """Let go of all graphs, as when weights have moved; the next step captures anew."""

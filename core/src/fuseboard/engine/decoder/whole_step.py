@@ -120,7 +120,6 @@ class WholeSteps:
         self._states: weakref.WeakKeyDictionary[FixedCache, dict[Sampler, State]] = weakref.WeakKeyDictionary()
         self._spare: list[FixedCache] = []
         self._lock = threading.Lock()
-        self._done: torch.cuda.Event | None = None
         self._used: dict[str, int] = {}
 
     # ---- caches
@@ -144,7 +143,8 @@ class WholeSteps:
                     break
         if found is None:
             found = FixedCache(decoder, cache.batch, capacity)
-        self._in_order()
+        if self._graphs is not None:
+            self._graphs.follow()
         found.fill(decoder, cache)
         cache.release()
         return found
@@ -154,11 +154,6 @@ class WholeSteps:
         with self._lock:
             self._spare.append(cache)
             del self._spare[:-_SPARE]
-
-    def _in_order(self) -> None:
-        """What the current stream does next comes after the last step, which may have been on another."""
-        if self._done is not None and self._graphs is not None:
-            torch.cuda.current_stream(self._graphs.device).wait_event(self._done)
 
     # ---- steps
 
@@ -181,7 +176,8 @@ class WholeSteps:
                     del states[next(iter(states))]
                 with torch.inference_mode(mode=False), torch.no_grad():
                     states[sampler] = held = _copied(state)
-        self._in_order()
+        if self._graphs is not None:
+            self._graphs.follow()
         with torch.no_grad():
             for mine, theirs in zip(held.tensors, state.tensors, strict=True):
                 mine.copy_(theirs)
@@ -212,7 +208,7 @@ class WholeSteps:
         graphs, decoder = self._graphs, self._decoder
         if graphs is None or decoder.streamed or (sampler.do_sample and state.generator is None):
             return None
-        with graphs.lock, torch.cuda.device(graphs.device):
+        with graphs.turn():
             if graphs.failure is not None or torch.is_grad_enabled() or cache.length >= cache.capacity:
                 return None
             binding = context.bound()
@@ -221,13 +217,8 @@ class WholeSteps:
             if found is None or found.finished is not state.finished or found.lies.changed():
                 return None
             drawn = None if generator is None else generator.get_state()
-            stream = torch.cuda.current_stream(graphs.device)
-            if self._done is not None:
-                stream.wait_event(self._done)
             cache.prepare(decoder)
             answer = self._launched(found, ids, cache, generator, graphs)
-            if self._done is not None:
-                self._done.record(stream)
         run = None if binding is None else binding.run
         return Ahead(answer, cache, graphs, generator, drawn, run, found.routes)
 
@@ -237,19 +228,12 @@ class WholeSteps:
         if graphs is None:
             cache.prepare(decoder)
             return self._eager(ids, cache, sampler, state)
-        with graphs.lock, torch.cuda.device(graphs.device):
-            stream = torch.cuda.current_stream(graphs.device)
-            if self._done is None:
-                self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            stream.wait_event(self._done)
+        with graphs.turn():
             if cache.prepare(decoder):
                 self._forget(cache)
             if graphs.failure is not None or self.slower is not None or torch.is_grad_enabled():
-                answer = self._eager(ids, cache, sampler, state)
-            else:
-                answer = self._replayed(ids, cache, sampler, state, graphs)
-            self._done.record(stream)
-        return answer
+                return self._eager(ids, cache, sampler, state)
+            return self._replayed(ids, cache, sampler, state, graphs)
 
     def _eager(self, ids: Tensor, cache: FixedCache, sampler: Sampler | None, state: State | None) -> Tensor:
         self.eager_steps += 1
