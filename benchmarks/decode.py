@@ -452,7 +452,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", metavar="DIR")
     parser.add_argument("--only", default="", metavar="NAME,...", help="these variants, and eager")
     parser.add_argument("--batches", default="1,8", help="batch sizes (default %(default)s)")
-    parser.add_argument("--compiled", default="1", help="batch sizes with a compiled static cache: 45 s each")
+    parser.add_argument("--compiled", default="1,8", help="batch sizes with a compiled static cache: 45 s each")
     parser.add_argument("--streamed", default="1", help="batch sizes with streamed layers (default %(default)s)")
     parser.add_argument("--no-compile", action="store_true", help="leave the compiled static cache out")
     parser.add_argument("--policies", default="flash", help="backends for whole steps (default %(default)s)")
