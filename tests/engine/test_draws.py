@@ -246,6 +246,20 @@ def test_a_record_of_another_kind_is_refused(wrong):
         multinomial1(torch.ones(3), invalid=wrong)
 
 
+def test_a_record_that_is_no_tensor_is_a_type_error():
+    with pytest.raises(TypeError, match="invalid is a list; expected a tensor from new_invalid, or None"):
+        multinomial1(torch.ones(3), invalid=[False, False])
+
+
+def test_a_record_made_in_inference_mode_is_written_outside():
+    with torch.inference_mode():
+        invalid = new_invalid("cpu")
+
+    multinomial1(torch.tensor([NAN, 1.0]), invalid=invalid)
+
+    assert invalid.tolist() == [True, False]
+
+
 # ---- values
 
 

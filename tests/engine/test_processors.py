@@ -211,6 +211,21 @@ def test_a_mask_made_in_inference_mode_can_be_used_outside():
     assert not mask.is_inference()
 
 
+def test_a_history_begun_in_inference_mode_goes_on_outside():
+    with torch.inference_mode():
+        seen = fs.seen_mask(torch.tensor([[1]]), 4)
+
+    fs.mark_seen(seen, torch.tensor([[3]]))
+
+    assert seen.tolist() == [[False, True, False, True]]
+
+
+def test_ids_of_a_mask_may_be_a_tensors_and_are_whole_numbers():
+    assert torch.equal(fs.token_mask(torch.tensor([1, 3, 1]), 5, "cpu"), fs.token_mask((1, 3), 5, "cpu"))
+    with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
+        fs.token_mask([1.5], 5, "cpu")
+
+
 # ---- O-12 repetition penalty
 
 

@@ -254,6 +254,17 @@ def test_scores_without_a_token_left_raise_torchs_error_at_the_one_read():
     assert str(ours.value) == str(theirs.value)
 
 
+def test_a_state_goes_on_after_the_error_was_read():
+    sampler = Sampler()
+    state = sampler.start(torch.zeros(1, 1, dtype=torch.int64), 3, generator=seeded(0))
+    with pytest.raises(DrawError):
+        state.read(sampler(torch.full((1, 3), torch.nan), state))
+
+    ids = sampler(torch.tensor([[-torch.inf, 0.0, -torch.inf]]), state)
+
+    assert state.read(ids).ids == (1,)
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_odd_logits_raise_where_generate_raises(value):
     logits = torch.tensor([[0.5, value, 1.0], [1.0, 2.0, 3.0]])
@@ -310,6 +321,10 @@ def test_greedy_takes_nan_for_the_most_probable_as_generate_does():
             {"repetition_penalty": 1.1, "pad_token_id": -100},
             "pad_token_id is -100; with a repetition penalty it has to be 0 or more.",
         ),
+        ({"eos_token_id": 2.0}, "eos_token_id has 2.0; expected ids, each an int."),
+        ({"suppress_tokens": torch.tensor(2)}, "suppress_tokens has tensor(2); expected ids, each an int."),
+        ({"pad_token_id": 2.5, "eos_token_id": 1}, "pad_token_id is 2.5; expected an id, an int, or None."),
+        ({"pad_token_id": [0], "repetition_penalty": 1.1}, "pad_token_id is [0]; expected an id, an int, or None."),
     ],
 )
 def test_an_option_that_cannot_be_is_refused_by_its_name(arguments, message):
@@ -339,16 +354,79 @@ def test_a_sampler_is_data_that_compares_hashes_and_does_not_change():
             "attention_mask has shape (2, 4); expected that of prompt_ids, (2, 3).",
         ),
         (torch.zeros(2, 3, dtype=torch.int64), {"vocab": 0}, "vocab is 0; it has to be a strictly positive int."),
+        ([[1]], {}, "prompt_ids is a list; expected int64 ids (batch, length)."),
+        (
+            torch.zeros(1, 1, dtype=torch.int64),
+            {"attention_mask": [[1]]},
+            "attention_mask is a list; expected a tensor, as prompt_ids is.",
+        ),
+        (
+            torch.zeros(1, 1, dtype=torch.int64),
+            {"generator": 5},
+            "generator is a int; expected a torch.Generator of cpu, or None.",
+        ),
+        (torch.tensor([[3, -2]]), {}, "prompt_ids has -2; expected ids of 0 or more."),
     ],
 )
 def test_a_start_that_cannot_be_is_refused(prompt, rest, message):
     with pytest.raises(InputError) as caught:
-        Sampler().start(prompt, **{"vocab": 10, **rest})
+        Sampler(repetition_penalty=1.2).start(prompt, **{"vocab": 10, **rest})
 
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize("shape", [(2, 9), (3, 10), (10,), (1, 2, 3, 10)])
+def test_padding_may_be_negative_where_the_mask_says_that_it_is_padding():
+    ids, mask = torch.tensor([[-1, 2]]), torch.tensor([[0, 1]])
+
+    state = Sampler(repetition_penalty=2.0).start(ids, 4, attention_mask=mask)
+
+    assert state.seen.tolist() == [[False, False, True, False]]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a generator of another device")
+@pytest.mark.gpu
+def test_a_generator_of_another_device_is_refused_before_anything_runs():
+    with pytest.raises(InputError, match=r"generator is a Generator of cuda:0; expected a torch.Generator of cpu"):
+        Sampler().start(torch.zeros(1, 1, dtype=torch.int64), 3, generator=torch.Generator("cuda:0"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"eos_token_id": 5}, {"begin_suppress_tokens": [1]}, {"suppress_tokens": [1]}, {"repetition_penalty": 1.5}],
+)
+def test_a_state_of_a_sampler_with_other_lists_is_refused_and_left_as_it_was(options):
+    state = Sampler(eos_token_id=6 if "eos_token_id" in options else ()).start(torch.zeros(2, 1, dtype=torch.int64), 10)
+    before = [each.clone() for each in state.tensors]
+
+    with pytest.raises(InputError, match=r"^the state was started by a sampler with other lists .* this sampler's sta"):
+        Sampler(**options)(torch.zeros(2, 10), state)
+    assert all(torch.equal(*each) for each in zip(state.tensors, before, strict=True))
+
+
+def test_a_state_serves_another_sampler_with_the_same_lists():
+    state = Sampler(eos_token_id=9).start(torch.zeros(1, 1, dtype=torch.int64), 10)
+
+    ids = Sampler(eos_token_id=9, do_sample=False)(torch.arange(10.0)[None], state)
+
+    assert state.read(ids).done
+
+
+@pytest.mark.parametrize("ids", [torch.zeros(3, 1, dtype=torch.int64), torch.zeros(2, 1), [1, 2]])
+def test_what_is_not_one_id_a_row_is_not_read(ids):
+    state = Sampler().start(torch.zeros(2, 1, dtype=torch.int64), 10)
+
+    with pytest.raises(InputError, match=r"^ids is .*; expected what the sampler returned, int64 \(2, 1\)\.$"):
+        state.read(ids)
+
+
+def test_logits_that_are_no_tensor_are_refused():
+    state = Sampler().start(torch.zeros(1, 1, dtype=torch.int64), 2)
+
+    with pytest.raises(InputError, match=r"^logits is a list; expected a tensor"):
+        Sampler()([[0.0, 1.0]], state)
+
+
+@pytest.mark.parametrize("shape", [(2, 9), (3, 10), (10,), (1, 2, 3, 10), (2, 0, 10)])
 def test_logits_of_another_shape_than_the_states_are_refused(shape):
     state = Sampler().start(torch.zeros(2, 1, dtype=torch.int64), 10)
 
@@ -369,6 +447,12 @@ def test_every_option_of_a_generation_config_is_applied_refused_or_said_to_be_el
     assert len(known) == len(set(known))
     fields = {each.name for each in attrs.fields(Sampler)}
     assert set(options.APPLIED) == fields
+
+
+@pytest.mark.parametrize("config", [None, {"temperature": 2.0}, transformers.GenerationConfig])
+def test_what_is_no_generation_config_is_refused(config):
+    with pytest.raises(InputError, match="expected a transformers GenerationConfig, such as a model's generation_conf"):
+        Sampler.from_generation_config(config)
 
 
 def test_a_config_newly_made_is_taken_and_greedy_as_in_generate():

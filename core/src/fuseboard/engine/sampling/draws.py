@@ -44,7 +44,8 @@ def new_invalid(device: torch.device | str) -> Tensor:
 
     The first entry says "inf, NaN or negative", the second "a row that sums to zero". Draws only ever set them.
     """
-    return torch.zeros(2, dtype=torch.bool, device=device)
+    with torch.inference_mode(mode=False):  # later draws write into it, wherever they are made
+        return torch.zeros(2, dtype=torch.bool, device=device)
 
 
 def raise_if_invalid(invalid: Tensor | Sequence[bool]) -> None:
@@ -156,10 +157,18 @@ def _checked(probs: Tensor, n: int, generator: torch.Generator | None, invalid: 
     if categories > _MOST_CATEGORIES:
         msg = f"number of categories cannot exceed 2^24: probs has {categories}."
         raise DrawError(msg)
-    if invalid is not None and (invalid.dtype != torch.bool or invalid.shape != (2,) or invalid.device != probs.device):
+    if invalid is not None:
+        _check_record(invalid, probs.device)
+    return n
+
+
+def _check_record(invalid: Tensor, device: torch.device) -> None:
+    if not isinstance(invalid, Tensor):
+        msg = f"invalid is a {type(invalid).__name__}; expected a tensor from new_invalid, or None."
+        raise TypeError(msg)
+    if invalid.dtype != torch.bool or invalid.shape != (2,) or invalid.device != device:
         msg = (
             f"invalid is {str(invalid.dtype).removeprefix('torch.')} {tuple(invalid.shape)} on {invalid.device}; "
-            f"expected bool (2,) on {probs.device}, as new_invalid(probs.device) makes it."
+            f"expected bool (2,) on {device}, as new_invalid(probs.device) makes it."
         )
         raise DrawError(msg)
-    return n

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from fuseboard.errors import InputError
+
 __all__ = ["APPLIED", "ELSEWHERE", "REFUSED", "read_generation_config"]
 
 APPLIED = (
@@ -87,7 +89,13 @@ def read_generation_config(config: Any) -> tuple[dict[str, Any], list[str]]:
     An option left at None means what `generate` makes of it: 50 for `top_k`, in versions of transformers that fill it
     in then. An option that is in no list, from a later transformers or the caller's own, is refused unless it is as in
     a config newly made.
+
+    Raises:
+        InputError: It is no such object.
     """
+    if isinstance(config, type) or not hasattr(config, "__dict__"):
+        msg = f"config is {config!r}; expected a transformers GenerationConfig, such as a model's generation_config."
+        raise InputError("config", msg)
     defaults: dict[str, Any] = getattr(config, "_get_default_generation_params", dict)()
     options = {name: value for name, value in vars(config).items() if not name.startswith("_")}
     values = {name: defaults.get(name) if options.get(name) is None else options[name] for name in APPLIED}

@@ -11,6 +11,7 @@ one unit in the last place apart (pytorch #191495).
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Iterable
 
 import torch
@@ -42,7 +43,7 @@ def token_mask(ids: Iterable[int], vocab: int, device: torch.device | str) -> Te
 
     Made once for each (ids, vocab, device) and shared: do not write into it. Making it waits for the device.
     """
-    return _token_mask(tuple(sorted(set(ids))), vocab, torch.device(device))
+    return _token_mask(tuple(sorted({operator.index(each) for each in ids})), vocab, torch.device(device))
 
 
 @functools.lru_cache(maxsize=64)
@@ -88,7 +89,8 @@ def mark_seen(seen: Tensor, ids: Tensor) -> None:
 
 def seen_and_beyond(ids: Tensor, vocab: int) -> Tensor:
     """As `seen_mask`, with a column more, for the ids beyond the vocabulary."""
-    seen = torch.zeros(ids.shape[0], vocab + 1, dtype=torch.bool, device=ids.device)
+    with torch.inference_mode(mode=False):  # later steps write into it, wherever they are made
+        seen = torch.zeros(ids.shape[0], vocab + 1, dtype=torch.bool, device=ids.device)
     return seen.scatter_(1, ids.clamp(max=vocab), True)
 
 

@@ -42,10 +42,11 @@ from fuseboard.errors import InputError
 __all__ = ["Sampler"]
 
 
-def _ids(value: int | Iterable[int] | None) -> tuple[int, ...]:
+def _ids(value: Any) -> tuple[Any, ...]:
     if value is None:
         return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+    # What cannot be gone through is left to the check, which names the option.
+    return tuple(value) if isinstance(value, Iterable) and getattr(value, "ndim", 1) != 0 else (value,)
 
 
 @attrs.frozen(kw_only=True)
@@ -85,6 +86,10 @@ class Sampler:
     pad_token_id: int | None = None
 
     def __attrs_post_init__(self) -> None:
+        pad = self.pad_token_id
+        if pad is not None and (not isinstance(pad, int) or isinstance(pad, bool)):
+            msg = f"pad_token_id is {pad!r}; expected an id, an int, or None."
+            raise InputError("pad_token_id", msg)
         if self.repetition_penalty != 1.0:
             check_positive_float("repetition_penalty", self.repetition_penalty)
             if self.pad_token_id is not None and self.pad_token_id < 0:
@@ -149,11 +154,19 @@ class Sampler:
                 first real token then does not count as drawn.
 
         Raises:
-            InputError: A shape or dtype that cannot be right.
+            InputError: A shape, dtype or generator that cannot be right, or negative ids in a prompt on the CPU, where
+                they are looked at for the repetition penalty.
         """
-        if prompt_ids.dim() != 2 or prompt_ids.dtype not in (torch.int64, torch.int32):  # noqa: PLR2004 - (batch, length)
-            msg = f"prompt_ids is {prompt_ids.dtype} {tuple(prompt_ids.shape)}; expected int64 ids (batch, length)."
+        if (
+            not isinstance(prompt_ids, Tensor)
+            or prompt_ids.dim() != 2  # noqa: PLR2004 - (batch, length)
+            or prompt_ids.dtype not in (torch.int64, torch.int32)
+        ):
+            msg = f"prompt_ids is {_shown(prompt_ids)}; expected int64 ids (batch, length)."
             raise InputError("prompt_ids", msg)
+        if attention_mask is not None and not isinstance(attention_mask, Tensor):
+            msg = f"attention_mask is a {type(attention_mask).__name__}; expected a tensor, as prompt_ids is."
+            raise InputError("attention_mask", msg)
         if attention_mask is not None and attention_mask.shape != prompt_ids.shape:
             msg = (
                 f"attention_mask has shape {tuple(attention_mask.shape)}; "
@@ -162,6 +175,14 @@ class Sampler:
             raise InputError("attention_mask", msg)
         check_positive_int("vocab", vocab)
         batch, device = prompt_ids.shape[0], prompt_ids.device
+        if (
+            self.do_sample
+            and generator is not None
+            and (not isinstance(generator, torch.Generator) or generator.device.type != device.type)
+        ):
+            where = f" of {generator.device}" if isinstance(generator, torch.Generator) else ""
+            msg = f"generator is a {type(generator).__name__}{where}; expected a torch.Generator of {device}, or None."
+            raise InputError("generator", msg)
         # Written by later steps, which may run outside the caller's inference mode.
         with torch.inference_mode(False), torch.no_grad():
             seen = None
@@ -171,6 +192,9 @@ class Sampler:
                     first = (attention_mask != 0).int().argmax(dim=1)
                     places = torch.arange(ids.shape[1], device=device)
                     ids = ids.masked_fill(places < first[:, None], vocab)
+                if device.type == "cpu" and ids.numel() and int(ids.min()) < 0:
+                    msg = f"prompt_ids has {int(ids.min())}; expected ids of 0 or more."
+                    raise InputError("prompt_ids", msg)
                 seen = seen_and_beyond(ids, vocab)
             masks = {
                 name: token_mask(ids, vocab, device)
@@ -189,6 +213,7 @@ class Sampler:
                 count=torch.zeros((), dtype=torch.int64, device=device),
                 seen_and_beyond=seen,
                 masks=masks,
+                lists=self._lists,
             )
 
     def scores(self, logits: Tensor, state: State) -> Tensor:
@@ -199,12 +224,18 @@ class Sampler:
             state: From `start`.
 
         Raises:
-            InputError: The logits' shape is not that of the state.
+            InputError: The logits' shape is not that of the state, or the state is another sampler's.
         """
         return self._processed(logits, state).float()
 
     def _processed(self, logits: Tensor, state: State) -> Tensor:
         """The scores, in the logits' own dtype where nothing processes them."""
+        if state.lists != self._lists or (state.seen_and_beyond is None and self.repetition_penalty != 1.0):
+            msg = (
+                "the state was started by a sampler with other lists of ids, or without a repetition penalty; "
+                "make one with this sampler's start()."
+            )
+            raise InputError("state", msg)
         scores, blocked = _last(logits, state), self._blocked(state)
         if not self.do_sample and state.seen is None and blocked is None:
             return scores
@@ -233,7 +264,7 @@ class Sampler:
             state: From `start`; changed in place.
 
         Raises:
-            InputError: The logits' shape is not that of the state.
+            InputError: The logits' shape is not that of the state, or the state is another sampler's.
         """
         if self.do_sample:
             ids = multinomial1(self.scores(logits, state).softmax(dim=-1), state.generator, invalid=state.invalid)
@@ -260,6 +291,11 @@ class Sampler:
         for each in held:
             blocked = each if blocked is None else blocked | each
         return blocked
+
+    @property
+    def _lists(self) -> tuple[tuple[int, ...], ...]:
+        """What a state has masks of."""
+        return self.eos_token_id, self.suppress_tokens, self.begin_suppress_tokens
 
     @property
     def _pad(self) -> int:
@@ -318,10 +354,18 @@ def _is_set(name: str, value: Any) -> bool:
 def _last(logits: Tensor, state: State) -> Tensor:
     """The last position's, `(batch, vocab)`."""
     batch = state.finished.shape[0]
-    if logits.dim() not in (2, 3) or (logits.shape[0], logits.shape[-1]) != (batch, state.vocab):
+    if not isinstance(logits, Tensor):
+        msg = f"logits is a {type(logits).__name__}; expected a tensor, (batch, vocab) or (batch, length, vocab)."
+        raise InputError("logits", msg)
+    shape = logits.shape
+    if len(shape) not in (2, 3) or (shape[0], shape[-1]) != (batch, state.vocab) or 0 in shape[1:-1]:
         msg = (
-            f"logits has shape {tuple(logits.shape)}; expected (batch, vocab) = ({batch}, {state.vocab}), "
+            f"logits has shape {tuple(shape)}; expected (batch, vocab) = ({batch}, {state.vocab}), "
             "or (batch, length, vocab)."
         )
         raise InputError("logits", msg)
-    return logits.detach() if logits.dim() == 2 else logits.detach()[:, -1]  # noqa: PLR2004
+    return logits.detach() if len(shape) == 2 else logits.detach()[:, -1]  # noqa: PLR2004
+
+
+def _shown(value: Any) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

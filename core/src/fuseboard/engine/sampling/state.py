@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fuseboard.engine.sampling.draws import raise_if_invalid
+from fuseboard.errors import InputError
 
 __all__ = ["State", "Step"]
 
@@ -42,6 +43,7 @@ class State:
         seen_and_beyond: Bool `(batch, vocab + 1)`, the ids in prompt and output, all beyond the vocabulary in the last
             column; None without a repetition penalty.
         masks: Bool `(vocab,)` for each list of ids that the sampler has.
+        lists: Those lists: a sampler with others cannot go on with this state.
     """
 
     generator: torch.Generator | None
@@ -51,6 +53,7 @@ class State:
     count: Tensor
     seen_and_beyond: Tensor | None
     masks: dict[str, Tensor]
+    lists: tuple[tuple[int, ...], ...]
 
     @property
     def seen(self) -> Tensor | None:
@@ -70,9 +73,17 @@ class State:
             ids: What the sampler returned, `(batch, 1)`.
 
         Raises:
-            DrawError: In torch.multinomial's words. The generator has moved on, which with torch it has not.
+            DrawError: In torch.multinomial's words. The generator has moved on, which with torch it has not. `invalid`
+                is False again, so that the state can go on.
+            InputError: These are not one id a row.
         """
-        values = torch.cat([ids.reshape(-1), self.finished.long(), self.invalid.long()]).tolist()
-        raise_if_invalid([bool(each) for each in values[-2:]])
         batch = self.finished.shape[0]
+        if not isinstance(ids, Tensor) or ids.numel() != batch or ids.is_floating_point():
+            shown = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
+            msg = f"ids is {shown}; expected what the sampler returned, int64 ({batch}, 1)."
+            raise InputError("ids", msg)
+        values = torch.cat([ids.reshape(-1), self.finished.long(), self.invalid.long()]).tolist()
+        if any(values[-2:]):
+            self.invalid.zero_()
+            raise_if_invalid([bool(each) for each in values[-2:]])
         return Step(tuple(values[:batch]), tuple(bool(each) for each in values[batch:-2]))
