@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from fractions import Fraction
+
 import attrs
 import pytest
 import torch
@@ -155,12 +157,22 @@ def test_what_wraps_a_tensor_is_named():
 
     q = torch.zeros(1, 2, 4, 8)
     assert call_of(q.as_subclass(Mine)).wrapped == "a Mine"
-    assert call_of(torch.nn.Parameter(q)).wrapped is None
+    assert call_of(q, k=q.as_subclass(Mine)).wrapped == "a Mine"
+    assert call_of(q, v=q.as_subclass(Mine)).wrapped == "a Mine"
+    assert call_of(q, mask=torch.zeros(4, 4).as_subclass(Mine)).wrapped == "a Mine"
+    assert call_of(torch.nn.Parameter(q), mask=torch.nn.Parameter(torch.zeros(4, 4))).wrapped is None
     with torch.autograd.forward_ad.dual_level():
         assert call_of(q).wrapped == "forward-mode AD"
     seen = []
     torch.func.vmap(lambda x: seen.append(call_of(x).wrapped) or x)(q[None])
     assert seen == ["a functorch transform"]
+
+
+def test_a_scale_that_float32_cannot_hold_is_not_above_zero():
+    q = torch.zeros(1, 2, 4, 8)
+    kinds = [call_of(q, scale=scale).negative_scale for scale in (-0.5, 0.0, 1e-60, 1e-45, 1e-37, 0.5, None)]
+
+    assert kinds == [True, True, True, True, False, False, False]
 
 
 def test_calls_are_equal_hash_alike_and_read_well():
@@ -236,10 +248,38 @@ WRONG = [
         {"scale": torch.tensor(2.0)},
         "scale is tensor(2.); expected a finite number, or None for 1 / sqrt(head_dim).",
     ),
+    (
+        "scale",
+        {"scale": Fraction(1, 8)},
+        "scale is Fraction(1, 8); expected a finite number, or None for 1 / sqrt(head_dim).",
+    ),
+    (
+        "scale",
+        {"scale": 10**310},
+        f"scale is {10**310}; expected a finite number, or None for 1 / sqrt(head_dim).",
+    ),
+    (
+        "dropout_p",
+        {"dropout_p": Fraction(1, 8)},
+        "dropout_p is Fraction(1, 8); expected a probability of at least 0 and below 1.",
+    ),
+    ("causal", {"causal": "no"}, "causal is 'no'; expected True or False."),
+    ("causal", {"causal": torch.ones(2, dtype=torch.bool)}, "causal is tensor([True, True]); expected True or False."),
+    ("enable_gqa", {"enable_gqa": 1}, "enable_gqa is 1; expected True or False."),
     ("dropout_p", {"dropout_p": 1.0}, "dropout_p is 1.0; expected a probability of at least 0 and below 1."),
     ("dropout_p", {"dropout_p": -0.1}, "dropout_p is -0.1; expected a probability of at least 0 and below 1."),
     ("dropout_p", {"dropout_p": "some"}, "dropout_p is 'some'; expected a probability of at least 0 and below 1."),
     ("mask", {"mask": [[True]]}, "mask is a list; expected a torch.Tensor, boolean (True = attend) or additive."),
+    (
+        "mask",
+        {"mask": torch.zeros(4, 4).to_sparse()},
+        "mask has layout torch.sparse_coo; attention takes dense tensors.",
+    ),
+    (
+        "mask",
+        {"mask": torch.nested.nested_tensor([torch.zeros(4, 4)], layout=torch.jagged)},
+        "mask is a nested tensor; expected a plain one with a mask, or mask_info, for its lengths.",
+    ),
     ("mask", {"mask": Q[0, 0, :, :4].to("meta")}, "mask is on meta and q on cpu; move it to q's device."),
     *(
         (

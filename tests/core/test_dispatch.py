@@ -6,17 +6,20 @@ import gc
 import itertools
 import sys
 import weakref
+from fractions import Fraction
 
 import pytest
 import torch
 import torch.nn.functional as F
 from fakes import Fake, entry, qkv, raising, registered, right, same_bits, sdpa
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
 import fuseboard as fb
 from fuseboard.dispatch import TRIAL_BYTES
-from fuseboard.errors import InputChangedError
+from fuseboard.errors import InputChangedError, InputError
 from fuseboard.masks import mask_for
+from fuseboard.selftest import attention_fp64
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -173,6 +176,44 @@ def test_a_change_of_anything_that_matters_is_a_new_decision(site):
         with torch.no_grad():
             fb.attention(q.requires_grad_(), k, v, site=site)
         assert kernel.calls == 3
+
+
+@pytest.mark.parametrize("policy", ["exact", "a"])
+def test_a_mask_that_only_torchs_own_attention_can_read_goes_to_it(site, policy):
+    """Torch's `causal_lower_right` is a tensor whose numbers mean nothing."""
+    kernel = Fake()
+    q, k, v = qkv(1, 2, 2, 5)
+    bias = causal_lower_right(2, 5)
+    with registered(("a", kernel)), fb.bind(policy):
+        fb.attention(q, k, v, site=site, mask=torch.zeros(2, 5))  # remembered, and not to be mistaken for it
+        assert kernel.calls == 1
+        try:
+            out = fb.attention(q, k, v, site=site, mask=bias)
+        except InputError as error:  # torch 2.6: it tells nobody its shape
+            assert str(error).startswith("mask is a CausalBias, which tells nothing of itself")
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+    assert kernel.calls == 1
+    assert torch.allclose(out, attention_fp64(q, k, v, mask_info=fb.MaskInfo(causal=True)).float(), atol=1e-5)
+
+
+def test_a_wrong_argument_breaks_no_backend(site):
+    kernel = Fake()
+    q, k, v = qkv()
+    wrong = (
+        {"scale": Fraction(1, 2)},
+        {"causal": 1},
+        {"dropout_p": Fraction(1, 2)},
+        {"mask": torch.eye(4).to_sparse()},
+    )
+    with registered(("a", kernel)), fb.bind("a"):
+        for given in wrong:
+            with pytest.raises(InputError):
+                fb.attention(q, k, v, site=site, **given)
+        for given in ({"scale": 0.5}, {"causal": True}, {"dropout_p": 0.5}, {"mask": torch.eye(4)}):
+            fb.attention(q, k, v, site=site, **given)
+        with pytest.raises(InputError):  # equal to a call that is remembered
+            fb.attention(q, k, v, site=site, scale=Fraction(1, 2))
+    assert kernel.calls == 4
 
 
 # ---- errors that pass up

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 
 import pytest
 import torch
@@ -62,6 +63,16 @@ def test_the_dense_mask_is_what_its_definition_says(case):
     dense = MaskInfo(keys, causal, window, padding, ahead).dense(n_q, n_k, CPU)
 
     assert torch.equal(dense, naive(n_q, n_k, keys, causal, window, ahead))
+
+
+@pytest.mark.parametrize("far", [2**62, sys.maxsize, sys.maxsize + 1, 10**30])
+@pytest.mark.parametrize(("n_q", "n_k"), [(3, 7), (7, 3), (1, 1)])
+def test_a_bound_as_far_as_numbers_go_hides_nothing(n_q, n_k, far):
+    for causal in (False, True):
+        for window, ahead in ((far, None), (None, far), (2, far), (far, 1), (far, far)):
+            dense = MaskInfo(None, causal, window, None, ahead).dense(n_q, n_k, CPU)
+
+            assert torch.equal(dense, naive(n_q, n_k, None, causal, window, ahead))
 
 
 @given(structures())
@@ -342,6 +353,15 @@ def test_lengths_need_keys():
             {"keys": torch.ones(3, dtype=torch.bool)},
             "MaskInfo.keys is torch.bool of shape (3,); expected torch.bool of shape (batch, k_length), "
             "True for a real key.",
+        ),
+        (
+            {"keys": torch.ones(1, 3, dtype=torch.bool).to_sparse()},
+            "MaskInfo.keys is a tensor of layout torch.sparse_coo; expected torch.bool of shape (batch, k_length), "
+            "True for a real key.",
+        ),
+        (
+            {"keys": torch.nested.nested_tensor([torch.ones(3, dtype=torch.bool)], layout=torch.jagged)},
+            "MaskInfo.keys is a nested tensor; expected torch.bool of shape (batch, k_length), True for a real key.",
         ),
         ({"window": 0}, "MaskInfo.window is 0; expected an int of at least 1, the number of keys seen, or None."),
         ({"window": -3}, "MaskInfo.window is -3; expected an int of at least 1, the number of keys seen, or None."),

@@ -57,13 +57,13 @@ def cases(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...]) -> Case:
         heads=draw(st.sampled_from([(1, 1), (2, 2), (4, 2), (6, 1)])),
         lengths=(draw(LENGTHS), draw(LENGTHS)),
         dims=(dim, draw(st.sampled_from([dim, dim, dim, 24]))),
-        layout=draw(st.sampled_from(["contiguous", "tokens first", "sliced", "strided", "offset"])),
+        layout=draw(st.sampled_from(["contiguous", "tokens first", "sliced", "strided", "offset", "overlapping"])),
         mask=mask,
         mask_axes=draw(st.tuples(*[st.booleans()] * 4)),
         mask_layout=draw(st.sampled_from(["contiguous", "expanded", "sliced", "low rank"])),
         structure=structure,
         causal=draw(st.booleans()) and structure is None,
-        scale=draw(st.sampled_from([None, None, 0.3, -0.5, 0.0])),
+        scale=draw(st.sampled_from([None, None, 0.3, -0.5, 0.0, 1e-60])),
         grad=grad,
         mask_grad=grad and mask == "additive" and draw(st.booleans()),
         seed=draw(st.integers(0, 2**16)),
@@ -82,6 +82,9 @@ def laid_out(tensor: Tensor, layout: str) -> Tensor:
         room = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
         room[1:] = tensor.reshape(-1)
         return room[1:].view(tensor.shape)
+    if layout == "overlapping" and tensor.numel():  # rows one element apart, as windows over a signal are: other values
+        _, _, length, dim = tensor.shape
+        return torch.cat((tensor[:, :, 0], tensor[:, :, :, 0]), -1).unfold(-1, dim, 1)[:, :, :length]
     return tensor
 
 

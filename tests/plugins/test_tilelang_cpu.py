@@ -419,6 +419,20 @@ def test_the_backend_answers_to_its_name_and_is_no_part_of_fast() -> None:
         assert apart(out, attention_fp64(q, k, k)) < CLOSE
 
 
+@pytest.mark.parametrize("scale", [1e-19, 1e-21, 1e-30])
+def test_a_scale_at_which_hidden_keys_would_be_seen_is_refused(scale: float) -> None:
+    q, k = torch.randn(2, 2, 20, 64), torch.randn(2, 2, 33, 64)
+    info = fb.MaskInfo(causal=True, window=3)
+    with fb.bind(fb.policy_for("tilelang", True)):
+        try:
+            out = fb.attention(q, k, k, site=SITE, scale=scale, mask_info=info)
+        except fb.RefusedError as error:
+            assert scale < 1e-20
+            assert "a scale below 1e-20, at which hidden keys would be seen" in str(error)
+        else:
+            assert apart(out, attention_fp64(q, k, k, scale=scale, mask_info=info)) < CLOSE
+
+
 @pytest.mark.parametrize("window", [None, 1, 7])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("padded", [False, True])

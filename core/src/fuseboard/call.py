@@ -26,6 +26,8 @@ MaskKind: TypeAlias = Literal["none", "bool", "additive"]
 LONG = 1024
 """More queries than this make a call `long_queries`: kernels rank differently there."""
 
+_SMALLEST = 2.0**-126  # float32's smallest normal number
+
 
 @attrs.frozen(cache_hash=True)
 class Call:
@@ -49,11 +51,13 @@ class Call:
         structure: What `mask_info` asks at these lengths; None without one. `Structure()` says that nothing is hidden.
         causal: The top-left flag.
         custom_scale: A scale was given.
-        negative_scale: The scale given is zero or below, which kernels that keep the largest unscaled score get wrong.
+        negative_scale: The scale given is zero or below, which kernels that keep the largest unscaled score get wrong;
+            or so small that float32, in which kernels keep it, makes zero of it.
         dropout: `dropout_p > 0`.
         grad: Some input needs a gradient, the mask included.
         packed_last: The last dimension of q, k and v is contiguous.
-        wrapped: What makes q no plain tensor (a functorch transform, forward-mode AD, a subclass); None if it is one.
+        wrapped: What makes q, k, v or the mask no plain tensor (a functorch transform, forward-mode AD, a subclass);
+            None if all are.
     """
 
     device_type: str
@@ -151,6 +155,7 @@ def describe(
     Raises:
         InputError: An argument cannot be right; the message names it and the values.
     """
+    _check_flags(causal, enable_gqa)
     sizes = _check_qkv(q, k, v, enable_gqa=enable_gqa, mask=mask, dropout_p=dropout_p)
     _check_numbers(scale, dropout_p)
     _check_mask(mask, q, sizes)
@@ -183,11 +188,11 @@ def describe(
         structure=structure,
         causal=causal,
         custom_scale=scale is not None,
-        negative_scale=scale is not None and scale <= 0,
+        negative_scale=scale is not None and scale < _SMALLEST,
         dropout=dropout_p > 0.0,
         grad=grad,
         packed_last=all(t.shape[-1] < 2 or t.stride(-1) == 1 for t in (q, k, v)),  # noqa: PLR2004
-        wrapped=_wrapped(q),
+        wrapped=_wrapped(q, k, v, mask),
     )
     return call, sizes
 
@@ -197,14 +202,20 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def _wrapped(q: Tensor) -> str | None:
+def _wrapped(*tensors: Tensor | None) -> str | None:
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "a functorch transform"
     if torch.autograd.forward_ad._current_level >= 0:
         return "forward-mode AD"
-    if type(q) not in (Tensor, torch.nn.Parameter):
-        return f"a {type(q).__name__}"
-    return None
+    kinds = (type(tensor) for tensor in tensors if tensor is not None)
+    return next((f"a {kind.__name__}" for kind in kinds if kind not in (Tensor, torch.nn.Parameter)), None)
+
+
+def _check_flags(causal: bool, enable_gqa: bool) -> None:
+    for name, flag in (("causal", causal), ("enable_gqa", enable_gqa)):
+        if not isinstance(flag, bool) and flag is not None:
+            msg = f"{name} is {flag!r}; expected True or False."
+            raise InputError(name, msg)
 
 
 def _check_qkv(  # noqa: C901, PLR0912 - a flat list of checks reads better than one cut in two
@@ -214,12 +225,7 @@ def _check_qkv(  # noqa: C901, PLR0912 - a flat list of checks reads better than
         if not isinstance(tensor, Tensor):
             msg = f"{name} is a {type(tensor).__name__}; expected a torch.Tensor, (batch, heads, length, head_dim)."
             raise InputError(name, msg)
-        if tensor.is_nested:
-            msg = f"{name} is a nested tensor; expected a plain one with a mask, or mask_info, for its lengths."
-            raise InputError(name, msg)
-        if tensor.layout != torch.strided:
-            msg = f"{name} has layout {tensor.layout}; attention takes dense tensors."
-            raise InputError(name, msg)
+        _check_layout(name, tensor)
         if tensor.dim() != 4:  # noqa: PLR2004
             msg = f"{name} has shape {tuple(tensor.shape)}; expected four dimensions, (batch, heads, length, head_dim)."
             raise InputError(name, msg)
@@ -233,6 +239,8 @@ def _check_qkv(  # noqa: C901, PLR0912 - a flat list of checks reads better than
         if tensor.dtype != q.dtype:
             msg = f"{name} has dtype {tensor.dtype} and q {q.dtype}; cast them to one dtype."
             raise InputError(name, msg)
+    if isinstance(mask, Tensor):
+        _check_layout("mask", mask)
     batch, heads, q_length, head_dim = q.shape
     _, kv_heads, k_length, _ = k.shape
     if k.shape != (batch, kv_heads, k_length, head_dim):
@@ -262,12 +270,37 @@ def _check_qkv(  # noqa: C901, PLR0912 - a flat list of checks reads better than
     )
 
 
+def _check_layout(name: str, tensor: Tensor) -> None:
+    try:
+        nested, layout = tensor.is_nested, tensor.layout
+    except NotImplementedError as error:  # some subclasses answer no question, as torch 2.6's CausalBias
+        msg = f"{name} is a {type(tensor).__name__}, which tells nothing of itself ({error}); expected a torch.Tensor."
+        raise InputError(name, msg) from error
+    if nested:
+        msg = f"{name} is a nested tensor; expected a plain one with a mask, or mask_info, for its lengths."
+        raise InputError(name, msg)
+    if layout != torch.strided:
+        msg = f"{name} has layout {layout}; attention takes dense tensors."
+        raise InputError(name, msg)
+
+
+def _number(given: object) -> float:
+    """What torch reads as a number, Python's and numpy's, as one; NaN for all else.
+
+    A tensor would have to be read, which waits for the device; a fraction is none to torch.
+    """
+    fits = isinstance(given, (int, float)) or (isinstance(given, numbers.Real) and hasattr(given, "dtype"))
+    try:
+        return float(given) if fits else math.nan  # type: ignore[arg-type]
+    except OverflowError:
+        return math.nan
+
+
 def _check_numbers(scale: float | None, dropout_p: float) -> None:
-    # A tensor would have to be read, which waits for the device.
-    if scale is not None and (not isinstance(scale, numbers.Real) or not -math.inf < float(scale) < math.inf):
+    if scale is not None and not -math.inf < _number(scale) < math.inf:
         msg = f"scale is {scale!r}; expected a finite number, or None for 1 / sqrt(head_dim)."
         raise InputError("scale", msg)
-    if not isinstance(dropout_p, numbers.Real) or not 0.0 <= float(dropout_p) < 1.0:
+    if not 0.0 <= _number(dropout_p) < 1.0:
         msg = f"dropout_p is {dropout_p!r}; expected a probability of at least 0 and below 1."
         raise InputError("dropout_p", msg)
 

@@ -146,11 +146,11 @@ def _bound(  # noqa: C901, PLR0912, PLR0915 - one road, and a call of its own wo
         key: Hashable = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
             q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-            type(q), forward_ad._current_level, _transform() is None,
+            type(q), type(k), type(v), forward_ad._current_level, _transform() is None,
             causal, type(scale), scale, enable_gqa, type(dropout_p), dropout_p,
             grad and (q.requires_grad or k.requires_grad or v.requires_grad),
             None if mask is None
-            else (mask.shape, mask.stride(), mask.dtype, mask.device, grad and mask.requires_grad),
+            else (type(mask), mask.shape, mask.stride(), mask.dtype, mask.device, grad and mask.requires_grad),
             None if mask_info is None else mask_info.signature,
         )  # fmt: skip
         # The layers of a model ask alike in turn, and to compare a key takes a third of the time of hashing it.

@@ -39,6 +39,8 @@ Keys: TypeAlias = Literal["none", "any", "right", "left"]
 Form: TypeAlias = Literal["plain", "dense", "structure"]
 """How a kernel is given a call's mask: not at all, dense, or as the structure in its place."""
 
+_FAR = 2**62  # beyond any length, and its sum with one still fits 64 bits: a bound of sys.maxsize would wrap around
+
 
 class Structure(NamedTuple):
     """What a `MaskInfo` asks of a kernel at given lengths, without its tensor: part of a `Call`, so hashable.
@@ -78,8 +80,9 @@ class Structure(NamedTuple):
 def _check(info: MaskInfo) -> None:
     """Raise unless every field means something."""
     keys, window, ahead, padding = info.keys, info.window, info.ahead, info.padding
-    if keys is not None and (not isinstance(keys, Tensor) or keys.dtype != torch.bool or keys.dim() != 2):  # noqa: PLR2004
-        given = f"{keys.dtype} of shape {tuple(keys.shape)}" if isinstance(keys, Tensor) else type(keys).__name__
+    dense = isinstance(keys, Tensor) and keys.layout == torch.strided and not keys.is_nested
+    if keys is not None and (not dense or keys.dtype != torch.bool or keys.dim() != 2):  # noqa: PLR2004
+        given = f"{keys.dtype} of shape {tuple(keys.shape)}" if dense else _not_dense(keys)
         msg = f"MaskInfo.keys is {given}; expected torch.bool of shape (batch, k_length), True for a real key."
         raise InputError("mask_info", msg)
     if not isinstance(info.causal, bool):
@@ -97,6 +100,12 @@ def _check(info: MaskInfo) -> None:
     if ahead is not None and (isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0):
         msg = f"MaskInfo.ahead is {ahead!r}; expected an int of at least 0, the number of later keys seen, or None."
         raise InputError("mask_info", msg)
+
+
+def _not_dense(given: object) -> str:
+    if not isinstance(given, Tensor):
+        return type(given).__name__
+    return "a nested tensor" if given.is_nested else f"a tensor of layout {given.layout}"
 
 
 def _check_padding(padding: str | None) -> None:
@@ -190,9 +199,9 @@ class MaskInfo:
             if self.causal:
                 mask = mask & (key <= last)
             if self.window is not None:
-                mask = mask & (key > last - self.window)
+                mask = mask & (key > last - min(self.window, _FAR))
             if self.ahead is not None:
-                mask = mask & (key <= last + self.ahead)
+                mask = mask & (key <= last + min(self.ahead, _FAR))
         if self.keys is not None:
             mask = mask & self.keys[:, None, None, :]
         return mask

@@ -20,7 +20,7 @@ from fuseboard import (
     StructureRule,
     hookimpl,
 )
-from fuseboard.tensors import hidden_as_bias, packed
+from fuseboard.tensors import hidden_as_bias
 from fuseboard_sdpa import _cost
 from fuseboard_sdpa._tensors import binding
 
@@ -95,7 +95,7 @@ class Flash:
     ) -> Tensor:
         """Call it with only what differs from its defaults: each keyword costs it a tenth of a microsecond."""
         if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
-            q, k, v = packed(q), packed(k), packed(v)
+            q, k, v = _rows_apart(q), _rows_apart(k), _rows_apart(v)
         if mask is None and scale is None:
             # The one structure it takes, bottom-right causal at equal lengths, is the top-left flag.
             return self._op(q, k, v, 0.0, True)[0] if causal or mask_info is not None else self._op(q, k, v)[0]  # type: ignore[no-any-return]
@@ -117,16 +117,28 @@ class Flash:
         dropout_p: float,
     ) -> str | None:
         """Torch's own choice for the call, asked without running a kernel."""
-        if scale is not None and scale <= 0 and (causal or mask_info is not None):
-            return "a causal call whose scale is not positive gives NaN"  # it scales its -inf, and public attention too
+        # It scales its -inf, as public attention does; in float32, to which a smaller scale is zero.
+        if scale is not None and scale < torch.finfo(torch.float32).tiny and (causal or mask_info is not None):
+            return "a causal call whose scale is not positive gives NaN"
         choice = torch._fused_sdp_choice(
-            packed(q), packed(k), packed(v), _additive(mask, q), dropout_p, causal or mask_info is not None,
+            _rows_apart(q), _rows_apart(k), _rows_apart(v), _additive(mask, q), dropout_p,
+            causal or mask_info is not None,
             scale=scale, enable_gqa=q.shape[1] != k.shape[1],
         )  # fmt: skip
         if choice == _FLASH:
             return None
         on: bool = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]  # the switch holds for the CPU as well
         return "torch's own check prefers another kernel" if on else "switched off in this process (enable_flash_sdp)"
+
+
+def _rows_apart(tensor: Tensor) -> Tensor:
+    """`tensor`, copied if its rows are strided, or lie over each other, as those of windows made by `unfold` do.
+
+    The operator hands the distance of rows to a BLAS, which takes none below their width, and gives garbage or NaN.
+    """
+    *_, row, last = tensor.stride()
+    dim = tensor.shape[3]
+    return tensor if (last == 1 or dim == 1) and row >= dim else tensor.contiguous()
 
 
 def _additive(mask: Tensor | None, q: Tensor) -> Tensor | None:

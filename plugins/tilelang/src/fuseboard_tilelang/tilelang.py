@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 __all__ = ["LIMITS", "TileLang"]
 
 HALVES = (torch.float16, torch.bfloat16)
+SMALLEST_SCALE = 1e-20
+"""The kernel gives a hidden key a score of -1e30 before the scale: times less than 1e-28 it is not hidden."""
 
 
 def _dtype_fits(call: Call, _sizes: Sizes) -> bool:
@@ -177,6 +179,23 @@ class TileLang:
         tensors = (q, k, v, out) if lengths is None else (q, k, v, lengths, out)
         kernel(*tensors, factor, q.shape[1] // k.shape[1], offset, left, right)
         return out
+
+    def declines(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | None,
+        mask_info: MaskInfo | None,
+        causal: bool,
+        scale: float | None,
+        dropout_p: float,
+    ) -> str | None:
+        """Refuse scales that would let hidden keys be seen."""
+        if scale is None or scale >= SMALLEST_SCALE:
+            return None
+        return f"a scale below {SMALLEST_SCALE:.0e}, at which hidden keys would be seen"
 
     def _kernel(self, q: Tensor, bounded: bool, lengths: bool) -> Compiled:
         key = (q.dtype, q.shape[3], bounded, lengths)
