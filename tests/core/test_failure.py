@@ -158,3 +158,18 @@ def test_the_exception_by_which_checkpointing_stops_is_no_failure():
     from torch.utils import checkpoint
 
     assert classify(checkpoint._StopRecomputationError()) is Meaning.CANCELLED
+
+
+class Odd(Exception):
+    """As exceptions of other packages may be: `exceptions` is no tuple, and a property raises."""
+
+    exceptions = None
+
+    @property
+    def error_code(self):
+        raise LookupError
+
+
+def test_an_exception_with_odd_attributes_means_broken():
+    assert classify(Odd()) is Meaning.BROKEN
+    assert classify(raised(RuntimeError("x"), cause=Odd())) is Meaning.BROKEN

@@ -118,3 +118,8 @@ def test_a_kernel_need_not_be_hashable(site):
 def test_a_wait_of_no_call_is_refused():
     with pytest.raises(ValueError, match="calls"):
         fb.Later("nothing", 0)
+
+
+def test_a_number_of_calls_may_be_a_quotient_and_is_rounded_up():
+    assert fb.Later("a plan", 40e-3 / 1e-3).calls == 40
+    assert fb.Later("a plan", 2.1).calls == 3

@@ -256,3 +256,10 @@ def test_a_policy_asked_for_strictly_becomes_its_strict_twin():
         mapped = fb.policy_for(fb.policy_for({"x.*": "a", "*": "fast"}), True)
         assert mapped is fb.policy_for({"x.*": "a", "*": "fast"}, True)
         assert mapped.for_site("x.y").strict
+
+
+@pytest.mark.parametrize(("given", "meant"), [("FAST", "fast"), ("Acme", "acme"), ("SDPA-CPU", "sdpa-cpu")])
+def test_a_name_in_capitals_is_told_its_spelling(given, meant):
+    with registered(entry("acme")), pytest.raises(PolicyError) as caught:
+        fb.policy_for(given)
+    assert caught.value.nearest[0] == meant

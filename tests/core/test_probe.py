@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import os
+import re
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -367,3 +371,80 @@ with use(Registry([Entry("slow", lambda: plugin)], Settings(probe_timeout=0.05))
 print("answered")
 """
     assert python(code) == "answered\n"
+
+
+@pytest.mark.parametrize("said", [True, False, 3, "", torch.ones(2, 2)])
+def test_a_probe_that_gives_no_words_is_told_what_is_expected(said):
+    answer = judged(probe=lambda: said)
+    assert (answer.ok, answer.stage) == (False, "probe")
+    assert re.fullmatch(r"hook probe gave .+; expected a reason in words, or None", answer.reason)
+
+
+class Panic(BaseException):
+    """As PyO3's PanicException, which is no Exception."""
+
+
+def test_what_only_a_package_can_have_raised_on_the_probes_thread_is_a_reason():
+    answer = judged(kernel=lambda: raise_(Panic("a panic in Rust")))
+    assert (answer.ok, answer.stage) == (False, "import")
+    assert answer.reason == "its import or self-test raised Panic: a panic in Rust"
+
+
+def test_a_time_limit_beyond_what_the_system_can_wait_is_none():
+    assert judged(timeout=1e300).ok
+
+
+def test_without_a_thread_to_probe_on_the_call_is_answered_and_the_backend_asked_again(site, monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    run = fb.Run()
+    with registered(("acme", right), probed=False) as registry, fb.bind("fast", run=run):
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            fb.attention(*qkv(), site=site)
+        assert registry.verdicts == {}
+        fb.attention(*qkv(), site=site)
+    assert run.report()["attention"]["used"] == {"reference": 1, "acme": 1}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_process_forked_while_another_thread_probes_does_not_wait_for_it(python):
+    assert python(FORKED, PYTHONPATH=os.pathsep.join([str(Path(__file__).parent), *sys.path])) == "the child: acme\n"
+
+
+FORKED = """
+import os, signal, threading, warnings
+import torch, fuseboard as fb
+from fakes import entry_of, hooks_of, qkv, registered, right
+
+warnings.simplefilter("ignore", DeprecationWarning)  # of a fork with threads, which is what is tried here
+torch.set_num_threads(1)  # OpenMP's threads do not survive one
+
+begun, go = threading.Event(), threading.Event()
+
+def kernel():
+    begun.set()
+    go.wait(20)
+    return right
+
+def ask():
+    run = fb.Run()
+    with fb.bind("fast", run=run):
+        fb.attention(*qkv(), site=site)
+    return " ".join(run.report()["attention"]["used"])
+
+site = fb.Site("forked")
+with registered(entry_of("acme", **hooks_of(right) | {"kernel": kernel}), probed=False):
+    thread = threading.Thread(target=ask)
+    thread.start()
+    begun.wait()
+    child = os.fork()
+    go.set()
+    if child == 0:
+        signal.alarm(20)
+        print("the child:", ask(), flush=True)
+        os._exit(0)
+    thread.join()
+    raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""

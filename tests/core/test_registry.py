@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import re
 import sys
 from types import ModuleType
@@ -10,7 +11,7 @@ import attrs
 import fakes
 import pytest
 import torch
-from fakes import CPU, Fake, entry, entry_of, hooks_of, in_threads, plugin, qkv, registered
+from fakes import CPU, Fake, entry, entry_of, hooks_of, in_threads, plugin, qkv, registered, right
 
 import fuseboard as fb
 from fuseboard import hookspecs, registry
@@ -647,3 +648,42 @@ def test_every_hook_says_what_a_missing_one_means_or_that_it_is_required():
         expected = "Required" if name in hookspecs.REQUIRED else "Missing:"
         assert expected in inspect.getdoc(hook), name
         assert hook.fuseboard_spec["firstresult"], name
+
+
+@pytest.mark.parametrize("rank", [10**400, torch.ones(3, 3)])
+def test_what_a_hook_gives_wrongly_is_shown_on_one_line(rank):
+    with registered(entry_of("acme", **hooks_of(right) | {"rank": lambda: rank})) as registry:
+        backend = registry.resolve("acme")
+        assert backend.rank(None, None) == math.inf
+        (fault,) = registry.faults
+    assert re.search(r"hook rank gave .{1,123}; expected int or float \(.+:\d+\). Taken instead: inf.$", fault.message)
+
+
+@pytest.mark.parametrize(
+    ("hooks", "message"),
+    [
+        ({"info": lambda: fb.BackendInfo(None)}, "BackendInfo.summary is None; expected str"),
+        ({"info": lambda: fb.BackendInfo("x", homepage=3)}, "BackendInfo.homepage is 3; expected str"),
+        ({"info": lambda: fb.BackendInfo("x", {1: ">=2"})}, "BackendInfo.requires has the name 1; expected"),
+        ({"known_bad": lambda: [fb.KnownBad("x", None)]}, "KnownBad.link is None; expected str"),
+        ({"known_bad": lambda: [fb.KnownBad("x", "y", call=True)]}, "KnownBad.call is True; expected Callable or None"),
+        ({"constraints": lambda: fb.Guard("x", True, "y")}, "Guard.check is True; expected Callable"),
+        ({"constraints": lambda: fb.Guard(7, print, "y")}, "Guard.rule is 7; expected str"),
+    ],
+)
+def test_a_declaration_of_the_wrong_type_is_a_fault_that_names_it(hooks, message):
+    with registered(entry_of("acme", **hooks_of(right) | hooks)) as registry:
+        assert registry.resolve("acme") is None
+        (fault,) = registry.faults
+    assert message in fault.message
+
+
+def test_an_entry_point_that_says_nothing_is_a_fault_that_shows_it(tmp_path, monkeypatch):
+    folder = tmp_path / "acme-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text("[fuseboard.backends]\nacme = :\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    registry = Registry(config=Settings(disable=frozenset({"sdpa"})))
+    assert registry.resolve("acme") is None
+    assert registry.faults_of("acme")[0].message == "its entry point is ':'; expected 'module' or 'module:object'."

@@ -86,3 +86,8 @@ def test_a_wrong_setting_stops_the_first_use_and_not_the_import(python):
 def test_every_setting_stands_in_the_modules_table():
     for name in ("DISABLE", "DEBUG", "TEST", "PROBE", "PROBE_TIMEOUT", "CACHE"):
         assert f"`FUSEBOARD_{name}`" in settings.__doc__
+
+
+def test_a_folder_in_a_home_that_nobody_has_is_an_error():
+    with pytest.raises(SettingsError, match="FUSEBOARD_CACHE='~no-such-user/x': there is no such home folder"):
+        settings.read({"FUSEBOARD_CACHE": "~no-such-user/x"})

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 import attrs
 
-from fuseboard.constraints import version_terms
+from fuseboard.constraints import of_kind, version_terms
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +40,10 @@ def _valid_requires(_instance: object, _attribute: object, requires: Mapping[str
         expected = "version ranges by distribution, such as {'flash-attn': '>=2.6'}"
         msg = f"BackendInfo.requires is {requires!r}; expected {expected}."
         raise TypeError(msg)
-    for versions in requires.values():
+    for name, versions in requires.items():
+        if not isinstance(name, str) or not name:
+            msg = f"BackendInfo.requires has the name {name!r}; expected a distribution's, such as 'flash-attn'."
+            raise TypeError(msg)
         version_terms(versions, "BackendInfo.requires")
 
 
@@ -53,9 +57,9 @@ class BackendInfo:
         homepage: Where to read about the kernel.
     """
 
-    summary: str
+    summary: str = attrs.field(validator=of_kind(str))
     requires: Mapping[str, str] = attrs.field(factory=dict, validator=_valid_requires)
-    homepage: str = ""
+    homepage: str = attrs.field(default="", validator=of_kind(str))
 
 
 @attrs.frozen
@@ -69,11 +73,11 @@ class Later:
 
     Attributes:
         reason: What is prepared, in words.
-        calls: How many calls of these sizes others answer first; at least 1.
+        calls: How many calls of these sizes others answer first; at least 1. A fraction is rounded up.
     """
 
     reason: str
-    calls: int = attrs.field(validator=attrs.validators.ge(1))
+    calls: int = attrs.field(converter=math.ceil, validator=attrs.validators.ge(1))
 
 
 class Kernel(Protocol):

@@ -19,8 +19,8 @@ from fuseboard.call import Call, Sizes
 from fuseboard.constraints import Refusal, admit, guard, known_bad_for
 from fuseboard.errors import RefusedError
 from fuseboard.masks import Form, MaskInfo, Structure, in_form
-from fuseboard.probe import Verdict, precheck, verdict
-from fuseboard.registry import Registry, first_line
+from fuseboard.probe import PASSING, Verdict, precheck, verdict
+from fuseboard.registry import Registry, first_line, shown
 
 if TYPE_CHECKING:
     from fuseboard.policy import Policy
@@ -320,7 +320,7 @@ class Chain:
                 # What a kernel says may rest on state of the process, so that it is asked again after a while.
                 until = min(until or RECHECK, RECHECK)
                 refusals = (Refusal(name, "declined", said, "", None, said),)
-            if answer is not None and answer.stage == "capture":
+            if answer is not None and answer.stage in PASSING:
                 keep = False
             refused += refusals
             if self.policy.strict and self.policy.backend_name == name:
@@ -361,8 +361,8 @@ class Chain:
         except Exception as error:  # noqa: BLE001 - a check that fails cannot vouch for the call
             return f"its check failed ({first_line(error)})"
         if said is None or isinstance(said, (str, Later)):
-            return said
-        return f"its check gave {said!r}, expected a reason or None"
+            return said if said != "" else "declined"
+        return f"its check gave {shown(said)}, expected a reason or None"
 
     def _route(
         self,

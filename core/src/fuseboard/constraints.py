@@ -60,7 +60,7 @@ def _all_are(kind: type) -> Any:
     return _each(lambda each: isinstance(each, kind), kind.__name__)
 
 
-def _is(kind: type, *, optional: bool = False) -> Any:
+def of_kind(kind: Any, *, optional: bool = False) -> Any:
     """A validator: one of that class."""
 
     def check(instance: object, attribute: Any, value: Any) -> None:
@@ -168,9 +168,9 @@ class Refusal:
 class HeadDims:
     """The head dimensions a kernel takes: from `low` to `high` in steps of `multiple`, or `only` those listed."""
 
-    low: int = attrs.field(default=1, validator=[_is(int), attrs.validators.ge(1)])
-    high: int | None = attrs.field(default=None, validator=_is(int, optional=True))
-    multiple: int = attrs.field(default=1, validator=[_is(int), attrs.validators.ge(1)])
+    low: int = attrs.field(default=1, validator=[of_kind(int), attrs.validators.ge(1)])
+    high: int | None = attrs.field(default=None, validator=of_kind(int, optional=True))
+    multiple: int = attrs.field(default=1, validator=[of_kind(int), attrs.validators.ge(1)])
     only: frozenset[int] = attrs.field(default=frozenset(), converter=_set, validator=_all_are(int))
 
     def admits(self, dim: int) -> bool:
@@ -258,11 +258,11 @@ class Guard:
         nearest: The nearest change that would be admitted.
     """
 
-    rule: str
-    check: Callable[[Call, Sizes], bool]
-    allowed: str
-    actual: Callable[[Sizes], object] | None = None
-    nearest: str | None = None
+    rule: str = attrs.field(validator=of_kind(str))
+    check: Callable[[Call, Sizes], bool] = attrs.field(validator=of_kind(Callable))
+    allowed: str = attrs.field(validator=of_kind(str))
+    actual: Callable[[Sizes], object] | None = attrs.field(default=None, validator=of_kind(Callable, optional=True))
+    nearest: str | None = attrs.field(default=None, validator=of_kind(str, optional=True))
 
 
 @attrs.frozen
@@ -277,11 +277,11 @@ class KnownBad:
         call: Which calls it concerns; None for all, so that the backend does not run at all.
     """
 
-    effect: str
-    link: str
-    package: str | None = None
+    effect: str = attrs.field(validator=of_kind(str))
+    link: str = attrs.field(validator=of_kind(str))
+    package: str | None = attrs.field(default=None, validator=of_kind(str, optional=True))
     versions: str | None = attrs.field(default=None, validator=_valid_range)
-    call: Callable[[Call], bool] | None = None
+    call: Callable[[Call], bool] | None = attrs.field(default=None, validator=of_kind(Callable, optional=True))
 
 
 @attrs.frozen
@@ -319,8 +319,8 @@ class Constraints:
         converter=_set, validator=_each(_is_dtype, "torch.dtype, such as torch.float16")
     )
     capability: tuple[tuple[int, int], tuple[int, int]] | None = attrs.field(default=None, validator=_valid_capability)
-    head_dims: HeadDims = attrs.field(default=HeadDims(), validator=_is(HeadDims))
-    v_head_dims: HeadDims | None = attrs.field(default=None, validator=_is(HeadDims, optional=True))
+    head_dims: HeadDims = attrs.field(default=HeadDims(), validator=of_kind(HeadDims))
+    v_head_dims: HeadDims | None = attrs.field(default=None, validator=of_kind(HeadDims, optional=True))
     gqa: bool = False
     queries: frozenset[Literal["one", "many"]] = attrs.field(
         default=frozenset({"one", "many"}), converter=_set, validator=_among("one", "many")

@@ -92,12 +92,10 @@ def _chain(error: BaseException, handled: BaseException | None) -> Iterator[Base
             continue
         seen.add(id(each))
         yield each
-        members = getattr(each, "exceptions", ())
-        waiting += [
-            each.__context__,
-            each.__cause__,
-            *(member for member in members if isinstance(member, BaseException)),
-        ]
+        members = _fact(each, "exceptions")
+        waiting += [each.__context__, each.__cause__]
+        if isinstance(members, (tuple, list)):
+            waiting += [member for member in members if isinstance(member, BaseException)]
 
 
 def _is_end_of_recomputation(error: Exception) -> bool:
@@ -114,12 +112,20 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _is_sticky(error: Exception) -> bool:
-    code = getattr(error, "error_code", None)
+    code = _fact(error, "error_code")
     if isinstance(code, int) and code in _STICKY_CODES:
         return True
     # Every CUDA error of torch comes with the advice to "enable device-side assertions", and most are none.
     text = _text(error).replace(_ADVICE, "")
     return any(each in text for each in _STICKY_TEXTS)
+
+
+def _fact(error: BaseException, name: str) -> object:
+    """An attribute of an exception; other packages' classes may have anything under that name."""
+    try:
+        return getattr(error, name, None)
+    except Exception:  # noqa: BLE001 - a property that raises says nothing
+        return None
 
 
 def _text(error: Exception) -> str:

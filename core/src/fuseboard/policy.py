@@ -147,7 +147,7 @@ def _unknown(name: str, registry: Registry) -> PolicyError:
         return PolicyError(
             name, f"policy {name!r} needs a plugin that is not installed. Install it: {install}", install=install
         )
-    near = difflib.get_close_matches(name, [*dict.fromkeys([*here, *registries.known_names()])], n=2)
+    near = difflib.get_close_matches(name.lower(), [*dict.fromkeys([*here, *registries.known_names()])], n=2)
     hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
     return PolicyError(name, f"unknown policy {name!r}.{hint} {listed}", nearest=near)
 

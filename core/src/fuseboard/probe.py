@@ -20,9 +20,12 @@ from torch.torch_version import TorchVersion
 from fuseboard import child, machine, selftest
 from fuseboard.backend import Backend, Kernel
 from fuseboard.constraints import version_terms
-from fuseboard.registry import Registry, first_line
+from fuseboard.registry import Registry, first_line, shown
 
 __all__ = ["Verdict", "examine", "precheck", "verdict"]
+
+PASSING = ("capture", "thread")
+"""Stages whose no is about the moment: it is not kept."""
 
 
 @attrs.frozen
@@ -32,8 +35,8 @@ class Verdict:
     Attributes:
         ok: Yes or no.
         reason: Why not, in words; empty for yes.
-        stage: Which step said no: `device`, `version`, `known bad`, `probe`, `import`, `self-test`, `time limit` or
-            `capture`; in a child also `plugin` or `crash`.
+        stage: Which step said no: `device`, `version`, `known bad`, `probe`, `import`, `self-test`, `time limit`,
+            `capture` or `thread`; in a child also `plugin` or `crash`.
         kernel: What to call; None for no.
     """
 
@@ -105,7 +108,8 @@ def verdict(registry: Registry, backend: Backend, device: torch.device) -> Verdi
             if answer is None or answer.ok:
                 tested = answer is not None
                 answer = _on_a_thread(backend, device, registry.settings.probe_timeout, tested=tested)
-        registry.verdicts[key] = answer
+        if answer.stage not in PASSING:
+            registry.verdicts[key] = answer
         return answer
 
 
@@ -143,9 +147,12 @@ def _on_a_thread(backend: Backend, device: torch.device, timeout: float, *, test
             answers.append(error)
 
     thread = threading.Thread(target=ask, name=f"fuseboard-probe-{backend.name}", daemon=True)
-    thread.start()
     try:
-        thread.join(timeout)
+        thread.start()
+    except RuntimeError as error:  # of threads there are too many, or the interpreter is about to end
+        return Verdict(ok=False, reason=f"it could not be probed: {first_line(error)}", stage="thread")
+    try:
+        thread.join(min(timeout, threading.TIMEOUT_MAX))
     finally:
         if thread.is_alive():  # too late, or the wait was interrupted
             given_up.set()
@@ -156,8 +163,10 @@ def _on_a_thread(backend: Backend, device: torch.device, timeout: float, *, test
     answer = answers[0]
     if isinstance(answer, SystemExit):  # a package that exits at import ends its own probe, not the host
         return Verdict(ok=False, reason=f"its import called sys.exit({answer.code!r})", stage="import")
-    if isinstance(answer, BaseException):
+    if isinstance(answer, (KeyboardInterrupt, GeneratorExit)):
         raise answer
+    if isinstance(answer, BaseException):  # a panic in Rust is one: nobody cancels what runs on this thread
+        return Verdict(ok=False, reason=f"its import or self-test raised {first_line(answer)}", stage="import")
     return answer
 
 
@@ -188,11 +197,15 @@ def _ask(
             on_stage(stage)
             reason = backend.probe(device)
             if reason is not None:
-                return Verdict(ok=False, reason=str(reason), stage=stage)
+                said = isinstance(reason, str) and reason.strip()
+                text = reason if said else f"hook probe gave {shown(reason)}; expected a reason in words, or None"
+                return Verdict(ok=False, reason=text, stage=stage)
             on_stage(stage := "import")
             kernel = backend.load(device)
             if not callable(kernel):
-                return Verdict(ok=False, reason=f"hook kernel gave {kernel!r}, which cannot be called", stage=stage)
+                return Verdict(
+                    ok=False, reason=f"hook kernel gave {shown(kernel)}, which cannot be called", stage=stage
+                )
             if not tested:
                 on_stage(stage := "self-test")
                 reason = selftest.run(backend, kernel, device, given_up.is_set)

@@ -12,7 +12,9 @@ import importlib.metadata
 import inspect
 import logging
 import math
+import os
 import re
+import sys
 import threading
 import traceback
 import weakref
@@ -54,6 +56,7 @@ RESERVED = frozenset({"auto", "exact", "fast", "tuned", "reference"})
 
 HOOKS = tuple(name for name, each in vars(hookspecs).items() if hasattr(each, "fuseboard_spec"))
 
+_SHOWN = 120
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")
 
 log = logging.getLogger("fuseboard")
@@ -106,8 +109,15 @@ def installed_entries() -> list[Entry]:
         with contextlib.suppress(Exception):
             if point.dist is not None:
                 name, version = point.dist.metadata["Name"] or name, point.dist.version or version
-        found.append(Entry(point.name, point.load, name, version))
+        found.append(Entry(point.name, functools.partial(_loaded, point), name, version))
     return found
+
+
+def _loaded(point: importlib.metadata.EntryPoint) -> object:
+    if not point.pattern.match(point.value):  # importlib would raise an AttributeError of its own
+        msg = f"its entry point is {point.value!r}; expected 'module' or 'module:object'."
+        raise _HookError(msg)
+    return point.load()
 
 
 def _entry_points() -> list[importlib.metadata.EntryPoint]:
@@ -146,6 +156,12 @@ class Registry:
         self._policies: dict[Hashable, Policy] = {}
         self._backends: dict[str, Backend | None] = {}
         self._entries = self._choose(installed_entries() if entries is None else entries)
+        _registries.add(self)
+
+    def after_fork(self) -> None:
+        """In a process that was forked: the thread that held a lock, while it imported or probed, is not here."""
+        self.lock = threading.RLock()
+        self.probe_locks = {}
 
     def names(self) -> frozenset[str]:
         """The names of the backends that are installed, not blocked and not known to be faulty. Loads none."""
@@ -370,11 +386,21 @@ def _listed(hook: str, ask: Callable[..., Any], kind: type) -> tuple[Any, ...]:
 
 
 def _typed(hook: str, ask: Callable[..., Any], value: Any, kind: type | tuple[type, ...]) -> Any:
-    if isinstance(value, kind):
+    beyond = isinstance(value, int) and value.bit_length() >= sys.float_info.max_exp  # as a float it would raise
+    if isinstance(value, kind) and not beyond:
         return value
     names = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
-    msg = f"hook {hook} gave {value!r}; expected {names}{_defined(ask)}."
+    msg = f"hook {hook} gave {shown(value)}; expected {names}{_defined(ask)}."
     raise _HookError(msg)
+
+
+def shown(value: object) -> str:
+    """What a plugin gave, on one line: a tensor's repr has many, and a repr may raise."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # noqa: BLE001 - as for a number of too many digits
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _blame(error: BaseException) -> str:
@@ -453,6 +479,18 @@ def known_names() -> list[str]:
 
 _current: Registry | None = None
 _current_lock = threading.Lock()
+_registries: weakref.WeakSet[Registry] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    global _current_lock  # noqa: PLW0603 - this module owns the process's registry
+    _current_lock = threading.Lock()
+    for registry in list(_registries):
+        registry.after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def current() -> Registry:

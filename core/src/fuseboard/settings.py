@@ -17,6 +17,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from fuseboard.errors import SettingsError
 
@@ -97,6 +98,11 @@ def _words(environ: Mapping[str, str], name: str, allowed: frozenset[str] | None
 
 def _folder(environ: Mapping[str, str], name: str) -> str:
     text = environ.get(PREFIX + name, "").strip()
+    try:
+        Path(text).expanduser()
+    except RuntimeError:
+        msg = f"{PREFIX}{name}={text!r}: there is no such home folder; expected a folder, or {NO_CACHE}."
+        raise SettingsError(msg) from None
     return NO_CACHE if text.lower() == NO_CACHE else text
 
 
