@@ -322,3 +322,44 @@ def test_a_wrong_setting_is_one_line_and_status_2(board: Board):
 
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(r"fuseboard explain: FUSEBOARD_DEBUG='mask': .*\n", done.stderr)
+
+
+# ---- where nothing can be written
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("arguments", [["--help"], ["lint", "."], ["exactness"]])
+def test_a_full_disk_is_one_line_and_status_2(board: Board, arguments):
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "fuseboard", *arguments], env=board.environ(), cwd=board.site, stdout=full,
+            stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (2, "fuseboard: No space left on device.\n")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a shell that closes a stream")
+@pytest.mark.parametrize(("arguments", "status"), [("-V", 0), ("nothing", 2), ("lint nowhere", 2), ("doctor -x", 2)])
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_a_stream_that_is_closed_changes_no_status(board: Board, arguments, status, closed):
+    line = f"{sys.executable} -m fuseboard {arguments} {closed}"
+    done = subprocess.run(
+        ["/bin/sh", "-c", line], env=board.environ(), cwd=board.site, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == status
+    assert "Traceback" not in done.stderr
+
+
+def test_a_wrong_setting_is_one_line_from_every_command_that_reads_it(board: Board):
+    done = board.run("exactness", FUSEBOARD_PROBE="there")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "fuseboard exactness: FUSEBOARD_PROBE='there': expected here or child.\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a folder that is in use cannot be removed there")
+def test_a_current_folder_that_is_gone_is_one_line_and_status_2(board: Board, tmp_path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    line = f"cd {gone} && rmdir {gone} && {sys.executable} -m fuseboard lint ."
+    done = subprocess.run(["/bin/sh", "-c", line], env=board.environ(), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "fuseboard: No such file or directory.\n")

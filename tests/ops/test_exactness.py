@@ -244,3 +244,15 @@ def test_a_page_without_markers_or_without_existence_is_refused(tmp_path):
         main([str(page)])
     with pytest.raises(UnusableError, match=r"none\.md: "):
         main([str(tmp_path / "none.md")])
+
+
+def test_an_exact_backend_of_wide_heads_alone_only_rounds():
+    def limits():
+        return fb.Constraints(devices={"cpu"}, dtypes={torch.float16}, head_dims=fb.HeadDims(only={576}))
+
+    module = plugin(lambda call: fb.Exactness.EXACT if call.head_dim == 576 else fb.Exactness.APPROXIMATE)
+    module.constraints = fb.hookimpl(limits)
+    board = registry.Registry([registry.Entry("wide", lambda: module, "acme-attention", "1.0")])
+    with registry.use(board):
+        (found,) = [each for each in rows() if "`wide`" in each.name]
+    assert found.changes == ROUNDING

@@ -174,3 +174,21 @@ def test_a_file_without_markers_stops_the_run_before_it_starts(kit, tmp_path):
     done = kit("narrow", "double_source:plugin", "--fuseboard-matrix", "README.md", source=NARROW)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "README.md has no place for the matrix: add the lines '<!-- fuseboard matrix: narrow -->'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "message"),
+    [
+        (["--fuseboard-device", "nowhere"], {}, "ERROR: --fuseboard-device nowhere: there is no such device here ("),
+        (["--fuseboard-device", "cpu:x"], {}, "ERROR: --fuseboard-device cpu:x: there is no such device here ("),
+        (["--fuseboard-xfails", sys.executable], {}, "is not text in UTF-8"),
+        ([], {"FUSEBOARD_DEBUG": "1"}, "ERROR: FUSEBOARD_DEBUG='1': 1 means nothing here; allowed"),
+    ],
+)
+def test_what_cannot_be_asked_is_a_usage_error(kit, monkeypatch, arguments, environ, message):
+    for name, text in environ.items():
+        monkeypatch.setenv(name, text)
+    done = kit("loopback", "fuseboard.testing.doubles:loopback", *arguments)
+    assert done.returncode == 4, done.stdout
+    assert message in done.stdout + done.stderr
+    assert "INTERNALERROR" not in done.stdout + done.stderr

@@ -14,6 +14,7 @@ import sys
 from typing import NoReturn, TextIO
 
 import fuseboard
+from fuseboard.errors import FuseboardError
 
 __all__ = ["COMMANDS", "Parser", "UnusableError", "main"]
 
@@ -66,6 +67,9 @@ def main(argv: list[str] | None = None) -> int:
         argv: The arguments, without the program's name; default, the process's.
     """
     given = sys.argv[1:] if argv is None else argv
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started this; the status still says what was found
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115 - until the end
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
@@ -78,6 +82,12 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         _forget(sys.stdout)
         return PIPE_CLOSED
+    except OSError as error:  # a disk that is full, a current folder that is gone
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"fuseboard: {error.strerror or error}.\n")
+        _forget(sys.stdout)
+        _forget(sys.stderr)
+        return 2
     return status
 
 
@@ -97,7 +107,7 @@ def _run(given: list[str]) -> int:
     module = importlib.import_module(COMMANDS[name][0])
     try:
         status: int = module.main(given[1:])
-    except UnusableError as error:
+    except (UnusableError, FuseboardError) as error:
         sys.stderr.write(f"fuseboard {name}: {error}\n")
         return 2
     except SystemExit as error:  # argparse, which has said why

@@ -211,7 +211,9 @@ def _calls(backend: Backend) -> Iterator[Call]:
     from fuseboard.masks import Structure  # noqa: PLC0415 - loads torch
 
     limits = backend.constraints
-    dims = [dim for dim in range(1, 513) if limits.head_dims.admits(dim)]
+    usual = 512
+    dims = [dim for dim in range(1, usual + 1) if limits.head_dims.admits(dim)]
+    dims = dims or [dim for dim in (limits.head_dims.nearest(usual),) if dim is not None]
     for device, dtype, dim, queries, lengths, mask, grad, causal, inside in itertools.product(
         sorted(limits.devices), sorted(limits.dtypes, key=str), {dims[0], dims[-1]} if dims else (),
         sorted(limits.queries), sorted(limits.lengths), ("none", "bool", "additive"), (False, True), (False, True),

@@ -114,7 +114,11 @@ class Kit:
         if device is None and not here:
             devices = ", ".join(sorted(backend.constraints.devices))
             raise PolicyError(name, f"--fuseboard-backend {name}: it runs on {devices}, which this machine has not.")
-        where = torch.empty(0, device=device or here[0]).device  # as tensors name it: cuda:0, not cuda
+        try:
+            where = torch.empty(0, device=device or here[0]).device  # as tensors name it: cuda:0, not cuda
+        except Exception as error:  # torch says it in many ways
+            msg = f"--fuseboard-device {device}: there is no such device here ({first_line(error)})."
+            raise PolicyError(name, msg) from error
         return cls(backend, where, policy)
 
     def verdict(self) -> probe.Verdict:

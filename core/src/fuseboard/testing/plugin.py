@@ -93,13 +93,12 @@ def pytest_configure(config: pytest.Config) -> None:
     names: list[str] = config.getoption("--fuseboard-backend")
     if not names:
         return
-    from fuseboard.errors import PolicyError  # noqa: PLC0415 - nothing of ours is loaded without the option
-    from fuseboard.testing import matrix  # noqa: PLC0415
-    from fuseboard.testing.cases import cases  # noqa: PLC0415
-    from fuseboard.testing.judge import Kit  # noqa: PLC0415
-    from fuseboard.testing.surroundings import checks  # noqa: PLC0415
-
     try:
+        from fuseboard.testing import matrix  # noqa: PLC0415 - nothing of ours is loaded without the option
+        from fuseboard.testing.cases import cases  # noqa: PLC0415
+        from fuseboard.testing.judge import Kit  # noqa: PLC0415 - it reads the settings
+        from fuseboard.testing.surroundings import checks  # noqa: PLC0415
+
         kits = [Kit.open(name, config.getoption("--fuseboard-device")) for name in dict.fromkeys(names)]
         made = {kit.backend.name: cases(kit.backend.constraints, kit.device) for kit in kits}
         names_of_cases = {f"{name}/{case}" for name, each in made.items() for case in each}
@@ -107,7 +106,7 @@ def pytest_configure(config: pytest.Config) -> None:
         ledger, known = _ledger(config, names_of_cases)
         if config.getoption("--fuseboard-matrix"):
             matrix.check_markers(Path(config.getoption("--fuseboard-matrix")), list(made))
-    except (OSError, PolicyError, ValueError) as error:
+    except (OSError, ValueError) as error:  # errors of policies and settings are ValueErrors
         raise pytest.UsageError(str(error)) from error
     session = Session(kits, made, ledger, known)
     config.stash[KITS] = session
@@ -149,7 +148,12 @@ def _ledger(config: pytest.Config, cases: set[str]) -> tuple[Path, dict[str, str
         return path, {}
     known: dict[str, str] = {}
     backends = {case.partition("/")[0] for case in cases}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        msg = f"{path} is not text in UTF-8 ({error})."
+        raise ValueError(msg) from error
+    for number, line in enumerate(lines, 1):
         name, *rest = line.split() or ["#"]
         if name.startswith("#"):
             continue
