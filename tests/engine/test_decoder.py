@@ -745,6 +745,60 @@ def test_weights_that_cannot_be_computed_with_are_refused(pair, change, said):
         QwenDecoder(pair[0].config).load(state)
 
 
+@pytest.mark.parametrize(
+    ("weights_given", "said"),
+    [
+        (
+            lambda state: {**state, "model.norm.weight": state["model.norm.weight"].numpy()},
+            "model.norm.weight; nothing",
+        ),
+        (lambda state: {**state, "model.norm.weight": None}, "model.norm.weight; nothing was loaded"),
+        (lambda state: {**state, 5: state["model.norm.weight"]}, "no dense tensors with a name: 5; nothing was loaded"),
+        (lambda state: {**state, "norm.weight": state["model.norm.weight"]}, "there twice, .*: norm.weight; nothing"),
+        (lambda state: list(state.items()), "weights is a list; expected a mapping of names to tensors"),
+    ],
+)
+def test_what_is_no_weight_is_named_and_nothing_is_loaded(pair, weights_given, said):
+    decoder = QwenDecoder(pair[0].config)
+    with pytest.raises((weights.WeightsError, fb.InputError), match=said):
+        decoder.load(weights_given(dict(pair[0].state_dict())))
+    assert decoder.device.type == "meta"
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.complex64, "bfloat16"])
+def test_a_dtype_that_cannot_be_computed_in_is_refused(pair, dtype):
+    decoder = QwenDecoder(pair[0].config)
+    with pytest.raises(fb.InputError, match=r"^dtype is .*; expected a floating torch.dtype to compute in"):
+        decoder.load(pair[0].state_dict(), dtype=dtype)
+    assert decoder.device.type == "meta"
+
+
+@pytest.mark.parametrize("model", [None, "Qwen/Qwen3-0.6B", hf.Qwen3ForCausalLM])
+def test_what_is_no_model_in_memory_is_refused(model):
+    with pytest.raises(
+        fb.InputError, match=r"expected a transformers model in memory. A folder is read by from_folder"
+    ):
+        QwenDecoder.from_transformers(model)
+
+
+def test_weights_loaded_later_have_the_frequencies_of_the_configuration(pair):
+    model, plain = pair
+    rounded = model_of()
+    rounded.model.rotary_emb.to(torch.bfloat16)
+    decoder = QwenDecoder.from_transformers(rounded)
+    decoder.graphs = "step-eager"
+    ids, _ = prompts((0,))
+    decoder.generate(ids, max_new_tokens=3, eos=())
+    with torch.no_grad():
+        assert not torch.equal(decoder(ids), plain(ids))
+        decoder.load(model.state_dict())
+
+        assert torch.equal(decoder(ids), plain(ids))
+    assert decoder.report()["rope"] == "default"
+    (whole,) = decoder._whole.values()
+    assert not whole._spare  # its cosines were those of the frequencies before
+
+
 def test_a_head_that_is_not_the_embedding_it_is_said_to_be_is_refused():
     model = model_of(tie_word_embeddings=True)
     state = dict(model.state_dict())
@@ -767,6 +821,36 @@ def test_a_folder_says_what_it_lacks(tmp_path, monkeypatch):
         QwenDecoder.from_folder(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(fb.InputError, match="is not JSON"):
+        QwenDecoder.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("whole", [0, 100, 5000, -1, "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n"])
+def test_a_file_of_weights_that_is_not_whole_is_named(tmp_path, pair, whole):
+    pytest.importorskip("safetensors", reason="safetensors is not installed")
+    pair[0].save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(whole.encode() if isinstance(whole, str) else file.read_bytes()[:whole])
+    with pytest.raises(
+        weights.WeightsError, match=r"model.safetensors is no whole safetensors file .* download it aga"
+    ):
+        QwenDecoder.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("config.json", "[]", r"config.json holds a list; expected a JSON object"),
+        ("generation_config.json", "[]", r"generation_config.json holds a list; expected a JSON object"),
+        ("generation_config.json", '{"eos_token_id": "a"}', "eos_token_id is 'a'; expected an id"),
+        ("model.safetensors.index.json", '{"weight_map": ["a"]}', "weight_map is not a file's name for each weight"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": 5}}', "weight_map is not a file's name for each weight"),
+    ],
+)
+def test_a_file_that_does_not_say_what_it_should_is_named(tmp_path, pair, name, text, said):
+    pytest.importorskip("safetensors", reason="safetensors is not installed")
+    pair[0].save_pretrained(tmp_path)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(fb.InputError, match=said):
         QwenDecoder.from_folder(tmp_path)
 
 
@@ -827,6 +911,27 @@ CONFIG = {
         ({"hidden_size": None}, "the configuration lacks hidden_size"),
         ({"vocab_size": 0}, "vocab_size is 0; expected an int of at least 1"),
         ({"model_type": "qwen2", "attention_bias": False}, "attention_bias is False"),
+        ({"num_hidden_layers": "2"}, "num_hidden_layers is '2'; expected an int of at least 1"),
+        ({"num_attention_heads": 0, "num_key_value_heads": None}, "num_attention_heads is 0; expected an int of at"),
+        ({"num_key_value_heads": "2"}, "num_key_value_heads is '2'; expected an int of at least 1"),
+        ({"head_dim": "8"}, "head_dim is '8'; expected an int of at least 1"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'; expected a number"),
+        ({"rope_parameters": "yarn"}, "rope_parameters is 'yarn'; expected a mapping with rope_type"),
+        ({"rope_parameters": {"rope_type": ["yarn"]}}, "rope type ['yarn'] is not implemented"),
+        ({"rope_theta": "x"}, "rope_theta is 'x'; expected a number above 0"),
+        ({"max_position_embeddings": "x"}, "max_position_embeddings is 'x'; expected a number above 0"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": "a"}},
+            "original_max_position_embeddings is 'a'; expected a number above 0",
+        ),
+        ({"eos_token_id": [2.5]}, "eos_token_id is [2.5]; expected an id, an int, or several"),
+        ({"eos_token_id": "a"}, "eos_token_id is 'a'; expected an id"),
+        ({"layer_types": 3}, "layer_types has 1 of them with 3; expected 2"),
+        ({"layer_types": [["a"], 2]}, "layer_types has 2 of them with 2, ['a']; expected 2"),
+        (
+            {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": "x"},
+            "max_window_layers is 'x'; expected an int",
+        ),
     ],
 )
 def test_what_is_not_implemented_is_refused_by_name(option, said):
@@ -834,6 +939,18 @@ def test_what_is_not_implemented_is_refused_by_name(option, said):
         QwenDecoder(CONFIG | option)
 
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("config", [None, "Qwen3-0.6B", [1], hf.Qwen3Config])
+def test_what_is_no_configuration_is_refused(config):
+    with pytest.raises(fb.InputError, match=r"^config is .*; expected a config.json as a mapping, a transformers conf"):
+        QwenDecoder(config)
+
+
+def test_one_option_to_be_ignored_may_be_a_string_and_hides_no_other():
+    longer = {"hidden_act": "gelu", "hidden_act_of_another": 1}
+    with pytest.raises(fb.InputError, match="hidden_act is 'gelu'"):
+        QwenDecoder(CONFIG | longer, ignore="hidden_act_of_another")
 
 
 def test_an_option_that_says_nothing_about_the_arithmetic_may_be_ignored_by_name():
@@ -967,6 +1084,20 @@ def test_fused_projections_are_for_inference():
         decoder(embeds=embeds)
 
 
+@pytest.mark.parametrize("part", ["self_attn", "mlp"])
+def test_a_fuse_that_ran_out_of_memory_can_be_called_again(monkeypatch, part):
+    model = model_of()
+    decoder, whole = QwenDecoder.from_transformers(model), QwenDecoder.from_transformers(model).fuse()
+    ids, _ = prompts((0,))
+    with monkeypatch.context() as patched:
+        patched.setattr(getattr(decoder.model.layers[1], part), "fuse", lambda: (_ for _ in ()).throw(MemoryError()))
+        with pytest.raises(MemoryError):
+            decoder.fuse()
+    with torch.no_grad():
+        torch.testing.assert_close(decoder(ids), whole(ids))
+        assert torch.equal(decoder.fuse()(ids), whole(ids))
+
+
 # ---- arguments
 
 
@@ -986,10 +1117,115 @@ def test_arguments_that_cannot_be_right_are_refused(pair):
         (lambda: decoder(embeds=torch.zeros(1, 2, 63)), r"embeds is torch.float32 \(1, 2, 63\)"),
         (lambda: decoder(ids, cache=decoder.cache(3)), "the cache is for 3 rows; given 2"),
         (lambda: decoder(ids, cache=decoder.cache(2), attention_mask=mask), "attention_mask belongs to the cache"),
+        (lambda: decoder(ids + VOCABULARY), r"ids has \d+; expected ids of the vocabulary, 0 to 96"),
+        (lambda: decoder(torch.tensor([[-1]])), "ids has -1; expected ids of the vocabulary, 0 to 96"),
+        (lambda: decoder.stream(torch.tensor([[97]]), max_new_tokens=1), "ids has 97; expected ids of the vocabulary"),
+        (lambda: decoder(ids, keep=-1), "keep is -1; expected an int of 0 or more"),
+        (lambda: decoder(ids, attention_mask=mask.tolist()), r"attention_mask is a list; expected a tensor of shape"),
+        (lambda: decoder.cache(2, attention_mask=mask.tolist()), r"attention_mask is a list; expected a tensor"),
+        (lambda: decoder.cache(2, attention_mask=torch.tensor(1)), r"attention_mask has shape \(\)"),
+        (lambda: decoder.stream(ids, max_new_tokens=1, attention_mask=[[1]]), "attention_mask is a list"),
+        (lambda: decoder.cache(0), "batch is 0; expected an int of at least 1"),
+        (lambda: decoder(embeds=[[1.0]]), "embeds is a list; expected a tensor"),
+        (lambda: decoder(embeds=torch.zeros(1, 0, 64)), r"embeds is torch.float32 \(1, 0, 64\)"),
+        (lambda: decoder(embeds=torch.zeros(1, 2, 64, device="meta")), "embeds is on meta; expected it on cpu"),
+        (lambda: decoder.stream(ids, max_new_tokens=1, eos=2.5), "eos is 2.5; expected an id, an int, or several"),
+        (lambda: decoder.stream(ids, max_new_tokens=1, eos=[2.7]), r"eos is \[2.7\]; expected an id"),
+        (lambda: decoder.stream(ids, max_new_tokens=1, eos="x"), "eos is 'x'; expected an id"),
+        (lambda: decoder.stream(ids, max_new_tokens=1, eos=5, pad=97), "pad is 97, which rows that have ended"),
+        (lambda: decoder.stream(ids, max_new_tokens=1, eos=5, pad="x"), "pad_token_id is 'x'; expected an id"),
+        (lambda: decoder.stream(ids, max_new_tokens=1, sampler=Sampler), "expected a Sampler, a function of logits"),
+        (lambda: decoder.generate(ids, max_new_tokens=1, on_token=5), "on_token is 5; expected a function of a Token"),
+        (lambda: decoder.fixed(hf.DynamicCache()), r"cache is a DynamicCache; expected one from cache\(\)"),
+        (lambda: decoder(ids, cache=hf.DynamicCache()), r"cache is a DynamicCache; expected one from cache\(\)"),
     ]
     for call, said in cases:
         with pytest.raises(fb.InputError, match=said):
             call()
+
+
+def test_the_first_end_pads_and_so_must_be_of_the_vocabulary():
+    decoder = QwenDecoder.from_transformers(model_of(pad_token_id=None))
+    with pytest.raises(fb.InputError, match="pad is 200, which rows that have ended would go on with"):
+        decoder.stream(prompts((0, 0))[0], max_new_tokens=1, eos=(200, 5))
+
+
+def test_one_row_and_ends_that_no_row_can_draw_need_no_padding_of_the_vocabulary(pair):
+    _, decoder = pair
+    ids, _ = prompts((0, 0))
+    free = decoder.generate(ids, max_new_tokens=4, eos=())
+
+    assert torch.equal(decoder.generate(ids, max_new_tokens=4, eos=-1), free)
+    assert torch.equal(decoder.generate(ids[:1], max_new_tokens=4, eos=int(free[0, -1]), pad=97), free[:1])
+
+
+@pytest.mark.parametrize(
+    ("drawn", "said"),
+    [
+        (torch.full((2,), VOCABULARY), "the sampler gave 97; expected ids of the vocabulary, 0 to 96"),
+        (torch.full((2,), -1), "the sampler gave -1; expected ids of the vocabulary"),
+        (torch.zeros(2, dtype=torch.bool), r"the sampler gave torch.bool \(2,\); expected one integer id a row"),
+        (torch.zeros(2, dtype=torch.int64, device="meta"), "the sampler gave ids on meta; expected them on cpu"),
+    ],
+)
+def test_what_a_function_gives_that_is_no_id_is_refused(pair, drawn, said):
+    with pytest.raises(fb.InputError, match=said):
+        pair[1].generate(prompts((0, 0))[0], max_new_tokens=3, sampler=lambda _logits, _step: drawn)
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [torch.arange(5)[None], torch.arange(LENGTH), torch.arange(3 * LENGTH).view(3, LENGTH), list(range(LENGTH)),
+     torch.arange(LENGTH, device="meta")[None]],
+)  # fmt: skip
+def test_positions_that_do_not_fit_are_refused_and_the_cache_is_as_it_was(pair, positions):
+    _, decoder = pair
+    ids, _ = prompts((0, 0))
+    cache = decoder.cache(2)
+    with pytest.raises(fb.InputError, match=r"^positions .*; expected "):
+        decoder(ids, cache=cache, positions=positions)
+
+    with torch.no_grad():
+        assert torch.equal(decoder(ids, cache=cache), decoder(ids))
+
+
+def test_a_cache_of_another_decoder_is_refused_and_left_as_it_was(pair):
+    _, decoder = pair
+    ids, _ = prompts((0,))
+    others = {
+        "it is for other layers": QwenDecoder.from_transformers(model_of(num_hidden_layers=5)),
+        "it has 1 key heads of 16, and the decoder 2 of 16": QwenDecoder.from_transformers(
+            model_of(num_key_value_heads=1)
+        ),
+        "it is torch.bfloat16 on cpu, and the decoder torch.float32 on cpu": copy.deepcopy(decoder).bfloat16(),
+    }
+    with torch.no_grad():
+        for said, other in others.items():
+            cache = other.cache(1)
+            other(ids, cache=cache)
+            with pytest.raises(fb.InputError, match=f"^the cache is not this decoder's: {said}; make a new one"):
+                decoder(ids[:, :1], cache=cache)
+            assert other(ids[:, :1], cache=cache).shape == (1, 1, VOCABULARY)
+
+
+def test_a_decoder_that_is_cast_between_two_tokens_says_so():
+    decoder = QwenDecoder.from_transformers(model_of())
+    stream = decoder.stream(prompts((0,))[0], max_new_tokens=5, eos=())
+    next(stream)
+    decoder.bfloat16()
+    with pytest.raises(fb.InputError, match=r"the cache is not this decoder's: it is torch.float32 on cpu"):
+        next(stream)
+
+
+def test_a_cache_filled_in_inference_mode_goes_on_outside(pair):
+    _, decoder = pair
+    ids, _ = prompts((0,))
+    with torch.inference_mode():
+        cache = decoder.cache(1)
+        decoder(ids[:, :-1], cache=cache)
+    with torch.no_grad():
+        found = decoder(ids[:, -1:], cache=cache)
+        torch.testing.assert_close(found, decoder(ids)[:, -1:])
 
 
 def test_autocast_and_gradients_through_a_cache_are_refused(pair):

@@ -156,6 +156,32 @@ def test_weights_that_want_a_gradient_are_not_streamed() -> None:
         made().requires_grad_(requires_grad=True).stream_layers("cpu")
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_without_memory_for_the_head_all_stays_as_it_was(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, resident = made(tie_word_embeddings=tied), made(tie_word_embeddings=tied)
+    moves = iter([MemoryError()])
+
+    def no_room(*_given: object) -> None:
+        for error in moves:  # the first time
+            raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(decoder.lm_head, "to", no_room)
+        with pytest.raises(MemoryError):
+            decoder.stream_layers("cpu")
+
+    assert not decoder.streamed
+    assert torch.equal(ids_of(decoder), ids_of(resident))
+    assert torch.equal(ids_of(decoder.stream_layers("cpu")), ids_of(resident))
+
+
+def test_a_device_without_memory_is_refused() -> None:
+    decoder = made()
+    with pytest.raises(fb.InputError, match="device is meta, which has no memory"):
+        decoder.stream_layers("meta")
+    assert torch.equal(ids_of(decoder), ids_of(made()))
+
+
 def test_a_second_call_does_nothing() -> None:
     streamed = made().stream_layers("cpu")
     held = streamed._streamed

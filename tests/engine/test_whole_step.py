@@ -269,6 +269,94 @@ def test_ids_of_another_shape_and_caches_of_other_rows_are_errors() -> None:
             fixed.fill(decoder, long)
 
 
+def test_a_cache_that_is_not_this_decoder_s_is_refused_before_anything_is_written() -> None:
+    decoder = made()
+    ids, _ = prompts((0,))
+    with torch.no_grad():
+        cache = decoder.cache(1)
+        decoder(ids, cache=cache)
+        fixed = decoder.fixed(cache)
+        before = fixed.parts["full_attention"].keys.clone()
+        others = [
+            made(num_hidden_layers=2),
+            made(num_hidden_layers=5),
+            made(num_key_value_heads=1),
+            made(torch.bfloat16),
+        ]
+        for other in others:
+            with pytest.raises(
+                fb.InputError, match="the cache is for another dtype or shape of decoder; make a new one"
+            ):
+                other.step(ids[:, :1], fixed)
+        for other in others[:3]:
+            with pytest.raises(fb.InputError, match="the cache cannot be taken over: it "):
+                other.fixed(cache)
+        with pytest.raises(fb.InputError, match=r"cache is a KVCache; expected one from fixed\(\)"):
+            decoder.step(ids[:, :1], cache)  # type: ignore[arg-type]
+        assert torch.equal(fixed.parts["full_attention"].keys, before)
+        with pytest.raises(fb.InputError, match="ids has 97; expected ids of the vocabulary"):
+            decoder.step(torch.full((1, 1), VOCABULARY), fixed)
+        assert fixed.length == LENGTH
+
+
+def test_a_growing_cache_that_was_left_half_written_is_not_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = made()
+    ids, _ = prompts((0,))
+    with torch.no_grad():
+        cache = decoder.cache(1)
+        decoder(ids, cache=cache)
+        with monkeypatch.context() as patched:
+            patched.setattr(decoder.model.layers[1], "attend", lambda *_: (_ for _ in ()).throw(MemoryError()))
+            with pytest.raises(MemoryError):
+                decoder(ids[:, :1], cache=cache)
+        with pytest.raises(RuntimeError, match="this cache was left half written"):
+            decoder.fixed(cache)
+
+
+def test_a_cache_that_there_is_no_memory_to_double_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = made()
+    with torch.no_grad():
+        cache = decoder.cache(1)
+        logits = decoder(torch.ones(1, 255, dtype=torch.int64), cache=cache, keep=1)
+        fixed, twin = decoder.fixed(cache), decoder.fixed(cache)
+        first = logits.argmax(-1)
+        decoder.step(first, fixed)
+        decoder.step(first, twin)
+        with monkeypatch.context() as patched:
+            patched.setattr(Part, "made", lambda *_: (_ for _ in ()).throw(MemoryError()))
+            with pytest.raises(MemoryError):
+                decoder.step(first, fixed)
+        assert (fixed.capacity, fixed.length, fixed.parts["full_attention"].size) == (256, 256, 256)
+        assert torch.equal(decoder.step(first, fixed), decoder.step(first, twin))
+
+
+def test_a_callback_that_raises_gives_the_cache_back_while_its_error_is_still_handled() -> None:
+    decoder = made()
+    decoder.graphs = "step-eager"
+
+    def stops(token: Token) -> None:
+        if token.index == 3:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError) as caught:
+        decoder.generate(prompts((0,))[0], max_new_tokens=9, on_token=stops)
+    (whole,) = decoder._whole.values()
+    assert len(whole._spare) == 1
+    assert caught.traceback  # which holds the frames
+
+
+def test_a_request_that_outlives_the_form_keeps_no_cache() -> None:
+    decoder = made()
+    decoder.graphs = "step-eager"
+    stream = decoder.stream(prompts((0,))[0], max_new_tokens=5, eos=())
+    for _ in range(3):
+        next(stream)
+    decoder.graphs = True
+    assert len(list(stream)) == 2
+    (whole,) = decoder._whole.values()
+    assert not whole._spare
+
+
 def test_a_copy_has_neither_the_caches_nor_the_graphs() -> None:
     decoder = made()
     decoder.graphs = "step"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import operator
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import attrs
@@ -105,6 +106,13 @@ class DecoderConfig:
         """
         if isinstance(config, cls):
             return config
+        if isinstance(config, type) or not (isinstance(config, Mapping) or hasattr(config, "to_dict")):
+            msg = (
+                f"config is {config!r}; expected a config.json as a mapping, a transformers configuration, "
+                "or a DecoderConfig."
+            )
+            raise InputError("config", msg)
+        ignore = (ignore,) if isinstance(ignore, str) else ignore
         values: dict[str, Any] = dict(config if isinstance(config, Mapping) else config.to_dict())
         values = {name: value for name, value in values.items() if name not in ignore}
         kind = values.get("model_type")
@@ -112,10 +120,7 @@ class DecoderConfig:
             msg = f"model_type is {kind!r}; QwenDecoder computes 'qwen2' and 'qwen3'."
             raise InputError("model_type", msg)
         _refuse_the_rest(values)
-        missing = [name for name in _SIZES if values.get(name) is None]
-        if missing:
-            msg = f"the configuration lacks {', '.join(missing)}."
-            raise InputError(missing[0], msg)
+        _check_sizes(values)
         heads, layers = values["num_attention_heads"], values["num_hidden_layers"]
         kv_heads = values.get("num_key_value_heads") or heads
         # A Qwen3 has a head dim of its own even where the file does not say it.
@@ -137,16 +142,16 @@ class DecoderConfig:
             **{name: values[name] for name in _SIZES},
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=float(values.get("rms_norm_eps", 1e-6)),
+            rms_norm_eps=_number(values, "rms_norm_eps", 1e-6),
             tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
             layer_types=types,
             sliding_window=window,
             qkv_bias=kind == "qwen2" or bool(bias),
             o_bias=kind == "qwen3" and bool(bias),
             qk_norm=kind == "qwen3",
-            attention_dropout=float(values.get("attention_dropout") or 0.0),
+            attention_dropout=_number(values, "attention_dropout", 0.0),
             rope=Rope.of(values, head_dim),
-            eos=ids_of(values.get("eos_token_id")),
+            eos=ids_of(values.get("eos_token_id"), "eos_token_id"),
             pad=values.get("pad_token_id"),
         )
 
@@ -160,11 +165,44 @@ class DecoderConfig:
         return self.sliding_window if kind == "sliding_attention" else None
 
 
-def ids_of(value: Any) -> tuple[int, ...]:
-    """One id, several or none, as a tuple."""
+def ids_of(value: Any, name: str) -> tuple[int, ...]:
+    """One id, several or none, as a tuple.
+
+    Args:
+        value: What was given.
+        name: Of which argument or option.
+
+    Raises:
+        InputError: It is something else.
+    """
     if value is None:
         return ()
-    return (value,) if isinstance(value, int) else tuple(int(each) for each in value)
+    try:
+        return tuple(map(operator.index, value if isinstance(value, Iterable) else (value,)))
+    except TypeError:
+        msg = f"{name} is {value!r}; expected an id, an int, or several."
+        raise InputError(name, msg) from None
+
+
+def _check_sizes(values: Mapping[str, Any]) -> None:
+    missing = [name for name in _SIZES if values.get(name) is None]
+    if missing:
+        msg = f"the configuration lacks {', '.join(missing)}."
+        raise InputError(missing[0], msg)
+    for name in (*_SIZES, *(each for each in ("num_key_value_heads", "head_dim") if values.get(each))):
+        value = values[name]
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            msg = f"{name} is {value!r}; expected an int of at least 1."
+            raise InputError(name, msg)
+
+
+def _number(values: Mapping[str, Any], name: str, default: float) -> float:
+    value = values.get(name)
+    try:
+        return default if value is None else float(value)
+    except (TypeError, ValueError):
+        msg = f"{name} is {value!r}; expected a number."
+        raise InputError(name, msg) from None
 
 
 def _refuse_the_rest(values: Mapping[str, Any]) -> None:
@@ -194,12 +232,15 @@ def _layers(values: Mapping[str, Any], layers: int) -> tuple[tuple[str, ...], in
     types = values.get("layer_types")
     if types is None:
         first = values.get("max_window_layers", 28)
+        if window is not None and not isinstance(first, int):
+            msg = f"max_window_layers is {first!r}; expected an int, the first layer that slides."
+            raise InputError("max_window_layers", msg)
         sliding = [window is not None and index >= first for index in range(layers)]
         types = ["sliding_attention" if each else "full_attention" for each in sliding]
-    types = tuple(types)
-    unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
+    types = tuple(types) if isinstance(types, (list, tuple)) else (types,)
+    unknown = sorted({repr(each) for each in types if each not in ("full_attention", "sliding_attention")})
     if unknown or len(types) != layers:
-        found = f"{len(types)} of them" + (f" with {', '.join(map(repr, unknown))}" if unknown else "")
+        found = f"{len(types)} of them" + (f" with {', '.join(unknown)}" if unknown else "")
         msg = f"layer_types has {found}; expected {layers}, each 'full_attention' or 'sliding_attention'."
         raise InputError("layer_types", msg)
     if "sliding_attention" not in types:

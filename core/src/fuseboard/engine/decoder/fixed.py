@@ -125,6 +125,7 @@ class FixedCache:
         parts: The buffers, by kind of layer.
         cos: `(capacity, head_dim)`, the rotary embedding's, for every position.
         sin: Likewise, `signed`.
+        fits: What a decoder must be that steps over it.
     """
 
     def __init__(self, decoder: QwenDecoder, batch: int, capacity: int) -> None:
@@ -132,6 +133,7 @@ class FixedCache:
         self.batch = batch
         self.capacity = capacity
         self.length = 0
+        self.fits = fits(decoder)
         with torch.inference_mode(mode=False), torch.no_grad():
             self.positions = torch.zeros(batch, dtype=torch.int64, device=decoder.device)
             self._make(decoder)
@@ -163,8 +165,11 @@ class FixedCache:
 
         Raises:
             InputError: It cannot be taken over; the message says why.
+            RuntimeError: It was left half written.
         """
-        why = misfit(cache, [each.window for each in self.parts.values()])
+        cache.check_whole()
+        windows, shape = decoder._windows, (decoder.config.num_key_value_heads, decoder.config.head_dim)
+        why = misfit(cache, windows) or cache.misfit(windows, shape, None)
         if why is None and cache.batch != self.batch:
             why = f"it has {cache.batch} rows, and the fixed one {self.batch}"
         if why is None and cache.length > self.capacity:
@@ -206,13 +211,13 @@ class FixedCache:
 
     def grow(self, decoder: QwenDecoder) -> None:
         """Twice the capacity, with the same tokens, in buffers that lie elsewhere."""
-        before = self.parts
-        self.capacity *= 2
+        larger = FixedCache(decoder, self.batch, 2 * self.capacity)  # if there is no memory, this one stays as it is
         with torch.inference_mode(mode=False), torch.no_grad():
-            self._make(decoder)
-            for kind, part in self.parts.items():
-                part.keys[:, :, :, : before[kind].size] = before[kind].keys
-                part.values[:, :, :, : before[kind].size] = before[kind].values
+            for kind, part in larger.parts.items():
+                part.keys[:, :, :, : self.parts[kind].size] = self.parts[kind].keys
+                part.values[:, :, :, : self.parts[kind].size] = self.parts[kind].values
+        self.capacity, self.parts, self._stretched = larger.capacity, larger.parts, False
+        self.cos, self.sin = larger.cos, larger.sin
 
     def prepare(self, decoder: QwenDecoder) -> bool:
         """Before a step, on the host: room for the token, and numbers that depend on the length; whether it grew."""
@@ -241,6 +246,15 @@ def _copy(mine: Tensor, theirs: Tensor, order: Tensor | None, place: Tensor | No
         mine.scatter_(2, place[:, None, :, None].expand(theirs.shape), theirs)
 
 
+def fits(decoder: QwenDecoder) -> tuple[object, ...]:
+    """What of a decoder decides a fixed cache's buffers."""
+    config = decoder.config
+    return (
+        decoder.dtype, config.layer_types, config.sliding_window, config.num_key_value_heads, config.head_dim,
+        config.rope,
+    )  # fmt: skip
+
+
 def check(decoder: QwenDecoder, ids: Tensor, cache: FixedCache) -> None:
     """Raise unless these ids can be a step over this cache.
 
@@ -248,11 +262,17 @@ def check(decoder: QwenDecoder, ids: Tensor, cache: FixedCache) -> None:
         InputError: They cannot.
     """
     check_ids(ids)
+    if not isinstance(cache, FixedCache):
+        msg = f"cache is a {type(cache).__name__}; expected one from fixed()."
+        raise InputError("cache", msg)
     if tuple(ids.shape) != (cache.batch, 1):
         msg = f"ids has shape {tuple(ids.shape)}; a step takes one token a row, {(cache.batch, 1)}."
         raise InputError("ids", msg)
     if cache.positions.device != decoder.device:
         msg = f"the cache is on {cache.positions.device}, the decoder on {decoder.device}; make a new one."
+        raise InputError("cache", msg)
+    if cache.fits != fits(decoder):
+        msg = "the cache is for another dtype or shape of decoder; make a new one with this decoder's fixed()."
         raise InputError("cache", msg)
 
 
@@ -271,7 +291,7 @@ def step(decoder: QwenDecoder, ids: Tensor, cache: FixedCache) -> Tensor:
 
 
 def _plain(decoder: QwenDecoder, ids: Tensor, cache: FixedCache) -> Tensor:
-    hidden = decoder.model.embed_tokens(ids)
+    hidden = decoder.embedded(ids)
     cos, sin = (each.index_select(0, cache.positions)[:, None, None] for each in (cache.cos, cache.sin))
     given = {kind: part.given(cache.positions) for kind, part in cache.parts.items()}
     slots = {kind: cache.positions % part.size for kind, part in cache.parts.items()}
@@ -287,7 +307,7 @@ def _plain(decoder: QwenDecoder, ids: Tensor, cache: FixedCache) -> Tensor:
 
 def _glued(decoder: QwenDecoder, ids: Tensor, cache: FixedCache, glue: Glue) -> Tensor:
     batch = cache.batch
-    hidden = decoder.model.embed_tokens(ids).view(batch, -1)
+    hidden = decoder.embedded(ids).view(batch, -1)
     turn = Turn(cache.positions, cache.cos, cache.sin)
     given = {kind: part.given(cache.positions) for kind, part in cache.parts.items()}
     delta: Tensor | None = None
@@ -304,7 +324,7 @@ def _glued(decoder: QwenDecoder, ids: Tensor, cache: FixedCache, glue: Glue) -> 
 
 def _multiplied(decoder: QwenDecoder, ids: Tensor, cache: FixedCache, glue: Glue) -> Tensor:
     batch = cache.batch
-    hidden = decoder.model.embed_tokens(ids).view(batch, -1)
+    hidden = decoder.embedded(ids).view(batch, -1)
     turn = Turn(cache.positions, cache.cos, cache.sin)
     given = {kind: part.given(cache.positions) for kind, part in cache.parts.items()}
     for index, layer in decoder.visited():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from typing import TYPE_CHECKING, TypeAlias
 
 import attrs
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from fuseboard.engine.decoder.model import QwenDecoder
     from fuseboard.engine.decoder.whole_step import Ahead
 
-__all__ = ["Chooser", "Draw", "Token", "check_ids", "steps"]
+__all__ = ["Chooser", "Draw", "Token", "check_ids", "check_range", "steps"]
+
+_INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 
 _ROOM = 1024
 """For how many new tokens a fixed cache has room at first."""
@@ -73,14 +75,27 @@ class Chooser:
         """
         draw = None if sampler is None or isinstance(sampler, Sampler) else sampler
         base = sampler if isinstance(sampler, Sampler) else Sampler(do_sample=False)
-        if draw is not None and not callable(draw):
+        if draw is not None and (not callable(draw) or isinstance(draw, type)):
             msg = f"sampler is {sampler!r}; expected a Sampler, a function of logits and step, or None."
             raise InputError("sampler", msg)
-        ends = ids_of(eos) if eos is not None else base.eos_token_id or model[0]
+        ends = ids_of(eos, "eos") if eos is not None else base.eos_token_id or model[0]
         if pad is None:
             pad = base.pad_token_id if base.pad_token_id is not None else model[1]
         own = base.pad_token_id
         return cls(attrs.evolve(base, eos_token_id=ends, pad_token_id=pad if ends else own), draw)
+
+    def check_pad(self, vocab: int) -> None:
+        """Raise unless a row that has ended can go on: its padding id is the next step's input.
+
+        Raises:
+            InputError: The padding id is not of the vocabulary, and a row can end.
+        """
+        ends = self.sampler.eos_token_id
+        pad = self.sampler.pad_token_id
+        pad = ends[0] if pad is None and ends else pad
+        if pad is not None and not 0 <= pad < vocab and any(0 <= each < vocab for each in ends):
+            msg = f"pad is {pad}, which rows that have ended would go on with; expected an id of 0 to {vocab - 1}."
+            raise InputError("pad", msg)
 
     @property
     def ends(self) -> bool:
@@ -93,13 +108,30 @@ class Chooser:
             return self.sampler(logits, state)
         ids = self.draw(logits, index)
         batch = logits.shape[0]
-        if not isinstance(ids, Tensor) or ids.numel() != batch or ids.is_floating_point():
+        if not isinstance(ids, Tensor) or ids.numel() != batch or ids.dtype not in _INTEGERS:
             shown = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
             msg = f"the sampler gave {shown}; expected one integer id a row, ({batch},) or ({batch}, 1)."
             raise InputError("sampler", msg)
+        if ids.device != logits.device:
+            msg = f"the sampler gave ids on {ids.device}; expected them on {logits.device}, where the logits are."
+            raise InputError("sampler", msg)
+        check_range("the sampler gave", "sampler", ids, logits.shape[1])
         # Put through the sampler as logits that leave it no choice, so that ends and padding have one meaning.
         certain = torch.full_like(logits, -torch.inf).scatter_(1, ids.reshape(-1, 1).long(), 0.0)
         return self.sampler(certain, state)
+
+
+def check_range(what: str, argument: str, ids: Tensor, vocab: int) -> None:
+    """Raise unless ids are of the vocabulary, if they are on the CPU: elsewhere a look would wait.
+
+    Raises:
+        InputError: They are not.
+    """
+    if ids.device.type == "cpu":
+        low, high = (int(each) for each in ids.aminmax())
+        if low < 0 or high >= vocab:
+            msg = f"{what} {low if low < 0 else high}; expected ids of the vocabulary, 0 to {vocab - 1}."
+            raise InputError(argument, msg)
 
 
 def check_ids(ids: Tensor) -> None:
@@ -142,7 +174,7 @@ class _Reading:
 
 def steps(
     decoder: QwenDecoder, ids: Tensor, cache: KVCache, chooser: Chooser, state: State, most: int, *, ahead: bool
-) -> Iterator[Token]:
+) -> Generator[Token, None, None]:
     """Generate; what `QwenDecoder.stream` gives.
 
     Args:
@@ -227,5 +259,6 @@ class _Request:
         """It is over: what was launched and not asked for leaves no trace, and the next request may have the cache."""
         self._undo()
         if self._held is not None and self._whole is not None:
-            self._whole.give_back(self._held)
+            if self._decoder.graphs in ("step", "step-eager"):  # else nobody would take it again
+                self._whole.give_back(self._held)
             self._held = None

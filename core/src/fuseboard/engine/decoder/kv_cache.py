@@ -57,6 +57,9 @@ class RealKeys:
         """
         if attention_mask is None or padded is False:
             return None
+        if not isinstance(attention_mask, Tensor):
+            msg = f"attention_mask is a {type(attention_mask).__name__}; expected a tensor of shape {tuple(shape)}."
+            raise InputError("attention_mask", msg)
         if tuple(attention_mask.shape) != tuple(shape):
             msg = (
                 f"attention_mask has shape {tuple(attention_mask.shape)}; expected {tuple(shape)}, that of the prompt."
@@ -101,6 +104,7 @@ class KVCache:
         self.batch = batch
         self.length = 0
         self.real = real
+        self._windows = windows
         self._layers = [_Layer(window, reserve) for window in windows]
         self._keys = None if real is None else real.keys
         self._writing = False
@@ -111,10 +115,39 @@ class KVCache:
         Raises:
             RuntimeError: The pass before it did not end.
         """
+        self.check_whole()
+        self._writing = True
+
+    def check_whole(self) -> None:
+        """Raise unless its layers have taken in the same tokens.
+
+        Raises:
+            RuntimeError: The pass before did not end.
+        """
         if self._writing:
             msg = "this cache was left half written by a pass that raised, or is in use by another; make a new one."
             raise RuntimeError(msg)
-        self._writing = True
+
+    def misfit(
+        self, windows: Sequence[int | None], heads: tuple[int, int], kind: tuple[torch.dtype, torch.device] | None
+    ) -> str | None:
+        """Why it is not a cache for a decoder, or None.
+
+        Args:
+            windows: The decoder's, layer by layer.
+            heads: Its key heads and head dim.
+            kind: Its dtype and device; None when they need not be the cache's.
+        """
+        if self._windows != windows:
+            return "it is for other layers"
+        both = self._layers[0].both if self._layers else None
+        if both is None:
+            return None
+        if (both.shape[2], both.shape[4]) != heads:
+            return f"it has {both.shape[2]} key heads of {both.shape[4]}, and the decoder {heads[0]} of {heads[1]}"
+        if kind is not None and (both.dtype, both.device) != kind:
+            return f"it is {both.dtype} on {both.device}, and the decoder {kind[0]} on {kind[1]}"
+        return None
 
     def end(self, new: int) -> None:
         """The pass is over."""
@@ -231,7 +264,8 @@ class _Layer:
         wanted = max(total, self.reserve, before + before // 2)
         capacity = min(-(-wanted // _BLOCK) * _BLOCK, self._most(total))
         old = self.both
-        self.both = k.new_empty(2, *k.shape[:2], capacity, k.shape[3])
+        with torch.inference_mode(mode=False):  # later passes write into it, in whatever mode they are made
+            self.both = k.new_empty(2, *k.shape[:2], capacity, k.shape[3])
         if kept:
             self.both[:, :, :, :kept] = old[:, :, :, self.stop - kept : self.stop]
         self.stop = kept

@@ -134,7 +134,9 @@ class SelfAttention(nn.Module):
         self._both: tuple[tuple[int, ...], Tensor] | None = None
 
     def fuse(self) -> None:
-        """Stack the three projections into one linear."""
+        """Stack the three projections into one linear, unless a call that did not end has done so."""
+        if self.fused:
+            return
         self.qkv_proj = _stacked(self.q_proj, self.k_proj, self.v_proj)
         del self.q_proj, self.k_proj, self.v_proj
         self.fused = True
@@ -209,7 +211,9 @@ class MLP(nn.Module):
         self.fused = False
 
     def fuse(self) -> None:
-        """Stack gate and up into one linear."""
+        """Stack gate and up into one linear, unless a call that did not end has done so."""
+        if self.fused:
+            return
         self.gate_up_proj = _stacked(self.gate_proj, self.up_proj)
         del self.gate_proj, self.up_proj
         self.fused = True

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fuseboard.engine.decoder.config import DecoderConfig, ids_of
 from fuseboard.engine.decoder.rope import frequencies
 from fuseboard.engine.decoder.weights import Folder, take
+from fuseboard.errors import InputError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -28,12 +29,15 @@ class Loading(nn.Module):
     fused: bool
     _ready: tuple[torch.device, torch.dtype, bool] | None
     _given_frequencies: Tensor | None
+    _frequencies: dict[torch.device, tuple[Tensor, float]]
 
     if TYPE_CHECKING:
 
         def _refuse_streamed(self, what: str) -> None: ...
 
         def _tie(self) -> None: ...
+
+        def _drop_whole(self) -> None: ...
 
     @classmethod
     def from_transformers(
@@ -47,9 +51,12 @@ class Loading(nn.Module):
         """From a transformers model, whose weights are shared, not copied, unless `device` or `dtype` differ.
 
         Raises:
-            InputError: Its configuration asks for something that is not implemented.
+            InputError: It is no such model, or its configuration asks for something that is not implemented.
             WeightsError: Its weights are not those of its configuration.
         """
+        if isinstance(model, type) or not (hasattr(model, "config") and hasattr(model, "state_dict")):
+            msg = f"model is {model!r}; expected a transformers model in memory. A folder is read by from_folder()."
+            raise InputError("model", msg)
         decoder = cls(model.config, ignore=ignore)
         decoder.load(model.state_dict(), device=device, dtype=dtype)
         rotary = getattr(getattr(model, "model", model), "rotary_emb", None)
@@ -105,6 +112,7 @@ class Loading(nn.Module):
         Tensors that need no cast or move are shared with the mapping.
 
         Raises:
+            InputError: This is no mapping, or the dtype cannot be computed in.
             WeightsError: A weight is missing, unexpected or of another shape; or their dtype is not one.
         """
         self._refuse_streamed("loaded")
@@ -119,10 +127,14 @@ class Loading(nn.Module):
             setattr(self.get_submodule(module), leaf, parameter)
         self._tie()
         self._ready = None
+        # Those of the model that the weights before came from; and what was made with them.
+        self._given_frequencies = None
+        self._frequencies.clear()
+        self._drop_whole()
 
     def _take_ends(self, generation: Any) -> None:
         """The ids that end a row as `generate` would know them: a generation config's come first."""
         known = generation if isinstance(generation, Mapping) else vars(generation or object)
-        self.eos = ids_of(known.get("eos_token_id")) or self.eos
-        pad = known.get("pad_token_id")
-        self.pad = self.pad if pad is None else int(pad)
+        self.eos = ids_of(known.get("eos_token_id"), "eos_token_id") or self.eos
+        pad = ids_of(known.get("pad_token_id"), "pad_token_id")
+        self.pad = pad[0] if pad else self.pad

@@ -14,7 +14,7 @@ host waits for the device once a token: to read the ids, who has ended, and whet
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fuseboard.engine.decoder import fixed
 from fuseboard.engine.decoder.config import DecoderConfig
 from fuseboard.engine.decoder.fixed import FixedCache
-from fuseboard.engine.decoder.generation import Chooser, Draw, Token, check_ids, steps
+from fuseboard.engine.decoder.generation import Chooser, Draw, Token, check_ids, check_range, steps
 from fuseboard.engine.decoder.kernels.exact import ExactGlue, exact_for
 from fuseboard.engine.decoder.kernels.glue import Glue, glue_for
 from fuseboard.engine.decoder.kv_cache import KVCache, RealKeys
@@ -163,6 +163,7 @@ class QwenDecoder(Loading):
             device: Where to compute.
 
         Raises:
+            InputError: The device has no memory.
             RuntimeError: It is being trained, its weights want gradients, or no weights are loaded.
         """
         self._prepare()
@@ -171,10 +172,19 @@ class QwenDecoder(Loading):
             device = torch.device(device)
             if device.type == "cuda" and device.index is None:
                 device = torch.device("cuda", torch.cuda.current_device())
-            made = Streamed([layer for _, layer in self._layers()], device)
-            self.model.embed_tokens.to(device)
-            self.model.norm.to(device)
-            self.lm_head.to(device)
+            if device.type == "meta":
+                msg = "device is meta, which has no memory; expected the one to compute on."
+                raise InputError("device", msg)
+            before, others = self.device, (self.model.embed_tokens, self.model.norm, self.lm_head)
+            try:
+                for each in others:
+                    each.to(device)
+                made = Streamed([layer for _, layer in self._layers()], device)
+            except BaseException:  # out of memory, mostly: all stays as it was
+                for each in others:
+                    each.to(before)
+                self._tie()
+                raise
             self._tie()
             self._one_token.clear()
             self._drop_whole()
@@ -322,8 +332,14 @@ class QwenDecoder(Loading):
             attention_mask: `(batch, prompt_length)`, 0 for padding.
             padded: Whether any token is padding. None reads the mask, which waits for the device if it lies there.
             reserve: For how many tokens to take memory at first.
+
+        Raises:
+            InputError: The batch is no count, or the mask has another shape.
         """
-        shape = (batch, 0 if attention_mask is None else attention_mask.shape[-1])
+        if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+            msg = f"batch is {batch!r}; expected an int of at least 1."
+            raise InputError("batch", msg)
+        shape = (batch, attention_mask.shape[-1] if isinstance(attention_mask, Tensor) and attention_mask.dim() else 0)
         with torch.inference_mode(mode=False), torch.no_grad():
             real = RealKeys.of(attention_mask, shape, self.device, padded)
             return KVCache(self._windows, batch, real=real, reserve=reserve)
@@ -353,10 +369,25 @@ class QwenDecoder(Loading):
         Raises:
             InputError: The arguments do not fit each other.
         """
+        if keep and (not isinstance(keep, int) or keep < 0):
+            msg = f"keep is {keep!r}; expected an int of 0 or more."
+            raise InputError("keep", msg)
         hidden = self.hidden(
             ids, embeds=embeds, cache=cache, attention_mask=attention_mask, padded=padded, positions=positions
         )
         return self.end(hidden[:, -keep:] if keep else hidden, normalised=True)
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        """The first hidden state, `(batch, length, hidden_size)`.
+
+        Raises:
+            InputError: There are ids beyond the vocabulary, and they are on the CPU.
+        """
+        try:
+            return self.model.embed_tokens(ids)  # type: ignore[no-any-return]
+        except IndexError:
+            check_range("ids has", "ids", ids, self.config.vocab_size)
+            raise
 
     def hidden(
         self,
@@ -373,6 +404,8 @@ class QwenDecoder(Loading):
         hidden = self._embedded(ids, embeds)
         self._check(hidden, cache, attention_mask)
         batch, new = hidden.shape[:2]
+        if positions is not None:
+            _check_positions(positions, hidden)
         if cache is None:
             real = RealKeys.of(attention_mask, (batch, new), self.device, padded)
             begun = self._begin(hidden, KVCache(self._windows, batch, real=real), positions)
@@ -477,14 +510,24 @@ class QwenDecoder(Loading):
             msg = "give either ids or embeds."
             raise InputError("ids", msg)
         if embeds is not None:
-            wanted = ("batch", "length", self.config.hidden_size)
-            if embeds.dim() != 3 or embeds.shape[-1] != self.config.hidden_size or embeds.dtype != self.dtype:  # noqa: PLR2004
-                msg = f"embeds is {embeds.dtype} {tuple(embeds.shape)}; expected {self.dtype} of shape {wanted}."
-                raise InputError("embeds", msg)
+            self._check_embeds(embeds)
             return embeds
         assert ids is not None
         check_ids(ids)
-        return self.model.embed_tokens(ids)  # type: ignore[no-any-return]
+        return self.embedded(ids)
+
+    def _check_embeds(self, embeds: Tensor) -> None:
+        wanted = ("batch", "length", self.config.hidden_size)
+        if not isinstance(embeds, Tensor):
+            msg = f"embeds is a {type(embeds).__name__}; expected a tensor, {self.dtype} of shape {wanted}."
+            raise InputError("embeds", msg)
+        shape = tuple(embeds.shape)
+        if len(shape) != 3 or shape[-1] != wanted[-1] or 0 in shape or embeds.dtype != self.dtype:  # noqa: PLR2004
+            msg = f"embeds is {embeds.dtype} {shape}; expected {self.dtype} of shape {wanted}."
+            raise InputError("embeds", msg)
+        if embeds.device != self.device:
+            msg = f"embeds is on {embeds.device}; expected it on {self.device}, where the decoder is."
+            raise InputError("embeds", msg)
 
     def _check(self, hidden: Tensor, cache: KVCache | None, attention_mask: Tensor | None) -> None:
         kind = hidden.device.type
@@ -503,8 +546,16 @@ class QwenDecoder(Loading):
         if attention_mask is not None:
             msg = "attention_mask belongs to the cache: give it to cache()."
             raise InputError("attention_mask", msg)
+        if not isinstance(cache, KVCache):
+            msg = f"cache is a {type(cache).__name__}; expected one from cache()."
+            raise InputError("cache", msg)
         if hidden.shape[0] != cache.batch:
             msg = f"the cache is for {cache.batch} rows; given {hidden.shape[0]}."
+            raise InputError("cache", msg)
+        heads = (self.config.num_key_value_heads, self.config.head_dim)
+        why = cache.misfit(self._windows, heads, (hidden.dtype, hidden.device))
+        if why is not None:
+            msg = f"the cache is not this decoder's: {why}; make a new one."
             raise InputError("cache", msg)
 
     # ---- generating
@@ -521,7 +572,7 @@ class QwenDecoder(Loading):
         eos: int | Iterable[int] | None = None,
         pad: int | None = None,
         ahead: bool = False,
-    ) -> Iterator[Token]:
+    ) -> Generator[Token, None, None]:
         """Generate token by token: a generator, which can be closed between any two.
 
         Each step runs under whatever is bound where it is asked for; `fb.steps(decoder.stream(...), policy)` binds for
@@ -546,13 +597,19 @@ class QwenDecoder(Loading):
         """
         self._prepare()
         check_ids(ids)
+        check_range("ids has", "ids", ids, self.config.vocab_size)
         if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             msg = f"max_new_tokens is {max_new_tokens!r}; expected an int of at least 1."
             raise InputError("max_new_tokens", msg)
+        if attention_mask is not None and not isinstance(attention_mask, Tensor):
+            msg = f"attention_mask is a {type(attention_mask).__name__}; expected a tensor, as ids is."
+            raise InputError("attention_mask", msg)
         if attention_mask is not None and attention_mask.shape != ids.shape:
             msg = f"attention_mask has shape {tuple(attention_mask.shape)}; expected that of ids, {tuple(ids.shape)}."
             raise InputError("attention_mask", msg)
         chooser = Chooser.of(sampler, eos, pad, (self.eos, self.pad))
+        if ids.shape[0] > 1:  # one row alone ends with its last token
+            chooser.check_pad(self.config.vocab_size)
         ids = ids.to(self.device, non_blocking=True)
         reserve = ids.shape[1] + min(max_new_tokens, _RESERVE)
         cache = self.cache(ids.shape[0], attention_mask=attention_mask, padded=padded, reserve=reserve)
@@ -570,9 +627,13 @@ class QwenDecoder(Loading):
             capacity: For how many tokens to have room, rounded up; it doubles when it is full.
 
         Raises:
-            InputError: Its padding is not on the left, and there are sliding layers.
+            InputError: Its padding is not on the left, and there are sliding layers; or it is not this decoder's.
+            RuntimeError: It was left half written.
         """
         self._prepare()
+        if not isinstance(cache, KVCache):
+            msg = f"cache is a {type(cache).__name__}; expected one from cache()."
+            raise InputError("cache", msg)
         made = FixedCache(self, cache.batch, fixed.capacity_for(max(capacity, cache.length + 1)))
         made.fill(self, cache)
         return made
@@ -656,16 +717,24 @@ class QwenDecoder(Loading):
             pad: Likewise.
             on_token: Called after each step; what it raises ends the generation.
             ahead: As for `stream`; None where there is no `on_token`, so that nobody could tell.
+
+        Raises:
+            InputError: As `stream`.
+            DrawError: Likewise.
         """
+        if on_token is not None and not callable(on_token):
+            msg = f"on_token is {on_token!r}; expected a function of a Token, or None."
+            raise InputError("on_token", msg)
         tokens = self.stream(
             ids, max_new_tokens=max_new_tokens, attention_mask=attention_mask, padded=padded, sampler=sampler,
             generator=generator, eos=eos, pad=pad, ahead=on_token is None if ahead is None else ahead,
         )  # fmt: skip
         parts = [ids.to(self.device, non_blocking=True)]
-        for token in tokens:
-            parts.append(token.tensor)
-            if on_token is not None:
-                on_token(token)
+        with contextlib.closing(tokens):  # when a callback raises too, whose traceback would keep it open
+            for token in tokens:
+                parts.append(token.tensor)
+                if on_token is not None:
+                    on_token(token)
         return torch.cat(parts, dim=1)
 
     # ---- report
@@ -725,3 +794,16 @@ class QwenDecoder(Loading):
     def extra_repr(self) -> str:
         """What torch prints."""
         return f"{self.config.model_type}, fused={self.fused}"
+
+
+def _check_positions(positions: Tensor, hidden: Tensor) -> None:
+    if not isinstance(positions, Tensor):
+        msg = f"positions is a {type(positions).__name__}; expected a tensor, (batch or 1, length)."
+        raise InputError("positions", msg)
+    batch, new = hidden.shape[:2]
+    if tuple(positions.shape) not in ((batch, new), (1, new)) or positions.device != hidden.device:
+        msg = (
+            f"positions has shape {tuple(positions.shape)} on {positions.device}; "
+            f"expected ({batch} or 1, {new}) on {hidden.device}."
+        )
+        raise InputError("positions", msg)

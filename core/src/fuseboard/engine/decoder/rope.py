@@ -56,11 +56,16 @@ class Rope:
             InputError: A kind or an option that is not implemented; the message names it.
         """
         field = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-        given = dict(config.get(field) or {})
+        found = config.get(field) or {}
+        if not isinstance(found, Mapping):
+            msg = f"{field} is {found!r}; expected a mapping with rope_type and its options."
+            raise InputError(field, msg)
+        given = dict(found)
         kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
         given.pop("type", None)
         theta = given.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
-        if kind not in _KEYS:
+        _check_number("rope_theta", theta)
+        if not isinstance(kind, str) or kind not in _KEYS:
             msg = f"{field}: rope type {kind!r} is not implemented; QwenDecoder knows {', '.join(_KEYS)}."
             raise InputError(field, msg)
         partial = given.pop("partial_rotary_factor", None)
@@ -77,12 +82,21 @@ class Rope:
         if kind != "default" and not isinstance(options.get("factor"), (int, float)):
             msg = f"{field}: rope type {kind!r} needs a factor; given {options.get('factor')!r}."
             raise InputError(field, msg)
-        trained = int(config.get("max_position_embeddings") or 32768)
+        trained = config.get("max_position_embeddings") or 32768
+        _check_number("max_position_embeddings", trained)
+        trained = int(trained)
         if kind == "yarn":
             outside = config.get("original_max_position_embeddings")  # transformers gives it priority
             original = outside or options.get("original_max_position_embeddings") or trained
+            _check_number("original_max_position_embeddings", original)
             options["original_max_position_embeddings"] = original
         return cls(kind, theta, dim, trained, options)
+
+
+def _check_number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        msg = f"{name} is {value!r}; expected a number above 0."
+        raise InputError(name, msg)
 
 
 def frequencies(rope: Rope, *, longest: int | None = None, device: torch.device | None = None) -> tuple[Tensor, float]:

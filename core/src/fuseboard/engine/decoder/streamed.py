@@ -42,13 +42,13 @@ class Streamed:
         with torch.inference_mode(mode=False), torch.no_grad():
             self._host = [self._packed(layer) for layer in layers]
             self._slots = [torch.empty_like(self._host[0], device=device) for _ in range(min(_SLOTS, len(layers)))]
-            for index, layer in enumerate(layers):
+            if self._cuda:
+                with torch.cuda.device(device):
+                    self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                    self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            for index, layer in enumerate(layers):  # last: until here nothing has changed
                 self._point(layer, self._slots[index % _SLOTS])
         self.nbytes = sum(each.nbytes for each in self._host)
-        if self._cuda:
-            with torch.cuda.device(device):
-                self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-                self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def _packed(self, layer: Layer) -> Tensor:
         weights = [each.detach() for each in layer.parameters()]

@@ -60,12 +60,13 @@ def take(
         dtype: What to cast to; None takes the one they all have.
 
     Raises:
+        InputError: There is no mapping, or no dtype to compute in.
         WeightsError: They are not those expected.
     """
     if isinstance(weights, Folder):
         shapes, dtypes = weights.shapes, weights.dtypes
     else:
-        weights = {named(name): tensor for name, tensor in weights.items()}
+        weights = _by_name(weights)
         shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
         dtypes = {name: tensor.dtype for name, tensor in weights.items()}
         nowhere = [name for name, tensor in weights.items() if tensor.is_meta]
@@ -82,6 +83,32 @@ def take(
             for name in expected
             if not (tied and name == _HEAD)
         }
+
+
+def _by_name(weights: Any) -> dict[str, Tensor]:
+    """Weights by the names of a causal model.
+
+    Raises:
+        InputError: This is no mapping.
+        WeightsError: There is something in it that is no weight, or a weight twice.
+    """
+    if not callable(getattr(weights, "items", None)):
+        msg = f"weights is a {type(weights).__name__}; expected a mapping of names to tensors, such as a state_dict()."
+        raise InputError("weights", msg)
+    given = dict(weights.items())
+    odd = [
+        str(name)
+        for name, each in given.items()
+        if not isinstance(name, str) or not isinstance(each, Tensor) or each.layout != torch.strided
+    ]
+    if odd:
+        msg = f"there are weights that are no dense tensors with a name: {_some(odd)}; nothing was loaded."
+        raise WeightsError(msg, unexpected=odd)
+    twice = [name for name in given if named(name) != name and named(name) in given]
+    if twice:
+        msg = f"there are weights that are there twice, with `model.` before their name and without: {_some(twice)}; "
+        raise WeightsError(msg + "nothing was loaded.", unexpected=twice)
+    return {named(name): tensor for name, tensor in given.items()}
 
 
 def named(name: str) -> str:
@@ -145,8 +172,14 @@ def one_dtype(dtypes: Mapping[str, torch.dtype], dtype: torch.dtype | None) -> t
     """The dtype to load: the one given, or the one that all weights have.
 
     Raises:
-        WeightsError: They have several or are not floating, and none was given.
+        InputError: The one given cannot be computed with.
+        WeightsError: They have several, and none was given; or they are not floating.
     """
+    if dtype is not None and (
+        not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2  # noqa: PLR2004 - fp8
+    ):
+        msg = f"dtype is {dtype!r}; expected a floating torch.dtype to compute in, such as torch.bfloat16, or None."
+        raise InputError("dtype", msg)
     kinds = {each: name for name, each in dtypes.items()}
     odd = [f"{name} is {each}" for each, name in kinds.items() if not each.is_floating_point or each.itemsize < 2]  # noqa: PLR2004 - fp8
     if odd:
@@ -178,19 +211,23 @@ class Folder(Mapping[str, Tensor]):
         Raises:
             InputError: There is no such folder, or no config or weights in it.
             ModuleNotFoundError: safetensors is not installed.
-            WeightsError: The index names files or weights that are not there.
+            WeightsError: The index names files or weights that are not there, or a file is not whole.
         """
         self.path = Path(path)
         self.config = _json(self.path / "config.json", needed=True)
         self.generation = _json(self.path / "generation_config.json", needed=False)
-        safe_open = _safetensors().safe_open
+        safetensors = _safetensors()
         files, index = _files(self.path)
         self._where: dict[str, Any] = {}
         self._stored: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         for file in files:
-            opened = safe_open(str(file), framework="pt")
+            try:
+                opened = safetensors.safe_open(str(file), framework="pt")
+            except safetensors.SafetensorError as error:
+                msg = f"{file} is no whole safetensors file ({error}). Copy or download it again."
+                raise WeightsError(msg) from error
             for stored in opened.keys():  # noqa: SIM118 - not a mapping
                 if index is not None and index.get(stored) != file.name:
                     continue
@@ -236,6 +273,9 @@ def _json(path: Path, *, needed: bool) -> dict[str, Any]:
     except ValueError as error:
         msg = f"{path} is not JSON: {error}."
         raise InputError("path", msg) from error
+    if not isinstance(found, dict):
+        msg = f"{path} holds a {type(found).__name__}; expected a JSON object."
+        raise InputError("path", msg)
     return found
 
 
@@ -244,6 +284,9 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str] | None]:
     index = path / "model.safetensors.index.json"
     if index.is_file():
         where: dict[str, str] = _json(index, needed=True).get("weight_map", {})
+        if not isinstance(where, dict) or not all(isinstance(each, str) for each in where.values()):
+            msg = f"{index}: weight_map is not a file's name for each weight, as save_pretrained writes it."
+            raise InputError("path", msg)
         files = [path / name for name in sorted(set(where.values()))]
         outside = [each.name for each in files if each.parent != path or not each.is_file()]
         if outside:
