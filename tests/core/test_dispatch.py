@@ -216,6 +216,24 @@ def test_a_wrong_argument_breaks_no_backend(site):
     assert kernel.calls == 4
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["first call", "later call"])
+def test_a_tensor_of_inference_mode_where_a_gradient_is_needed_breaks_no_backend(site, first):
+    kernel = Fake(lambda q, k, v, **_given: ((q @ k.mT) * 8**-0.5).softmax(-1) @ v)  # saves q
+    q, k, v = qkv()
+    k.requires_grad_()
+    with torch.inference_mode():
+        unsavable = q.clone()
+    with registered(("a", kernel)) as registry, fb.bind("a"):
+        for given in (unsavable, q) if first else (q, unsavable, q):
+            with contextlib.suppress(RuntimeError):  # the reference may say the same
+                fb.attention(given, k, v, site=site)
+        assert not registry.broken
+        run = fb.Run()
+        with fb.bind("a", run=run):
+            fb.attention(q, k, v, site=site).sum().backward()
+    assert run.report()["attention"]["used"] == {"a": 1}
+
+
 # ---- errors that pass up
 
 

@@ -35,6 +35,8 @@ __all__ = ["attention", "site_calls"]
 TRIAL_BYTES = 64 * 1024 * 1024
 """A backend's first call of a kind is made on inputs that could be restored, up to this many bytes of them."""
 
+_UNSAVABLE = "Inference tensors cannot be saved for backward"
+
 _autocast = torch._C._is_any_autocast_enabled
 _transform = torch._C._functorch.peek_interpreter_stack
 _grad = torch.is_grad_enabled
@@ -332,13 +334,14 @@ class _Request:
             InputChangedError: The inputs are no longer what they were, and cannot be made so.
         """
         try:
-            declined = isinstance(error, DeclinedError)
+            name, reason = route.backend_name, first_line(error)
+            # Autograd's word on this very call's tensors: ordinary ones of the same kind are another matter.
+            declined = isinstance(error, DeclinedError) or _UNSAVABLE in reason
             if not declined and classify(error, handled) is not Meaning.BROKEN:
                 raise error
-            name, reason = route.backend_name, first_line(error)
             changed = self._restore(before, snapshots or {})
             if declined and not changed:
-                self.declined[name] = str(error) or "declined"
+                self.declined[name] = reason if _UNSAVABLE in reason else str(error) or "declined"
                 self.table.forget_routes()
                 return
             self.chain.registry.mark_broken(name, self.chain.call, reason)
