@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import inspect
@@ -1015,6 +1016,26 @@ def test_a_norm_that_is_used_has_the_formulas_bits(dtype):
         if norms.fused_norm_exact(CPU, dtype, size, 1e-6):
             x = torch.randn(301, size, generator=torch.Generator().manual_seed(5)).to(dtype) * 3
             assert torch.equal(torch.nn.functional.rms_norm(x, (size,), None, 1e-6), norms.upcast_norm(x, 1e-6))
+
+
+@pytest.mark.parametrize("shape", ["plain", "linear", "yarn", "dynamic, outgrown"])
+def test_a_default_device_of_the_callers_changes_nothing(shape):
+    config, state = config_of(**SHAPES[shape]), dict(model_of().state_dict())
+    ids, mask = prompts((0, 3))
+    found = []
+    for mode in (contextlib.nullcontext(), torch.device("meta")):
+        norms.fused_norm_exact.cache_clear()
+        with mode:
+            decoder = QwenDecoder(config)
+            decoder.load(state)
+            logits = decoder(ids)
+            decoder.graphs = "step-eager"
+            found.append((logits, decoder.generate(ids, attention_mask=mask, max_new_tokens=20), decoder.report()))
+    (logits, tokens, report), (logits_too, tokens_too, report_too) = found
+
+    assert torch.equal(logits, logits_too)
+    assert torch.equal(tokens, tokens_too)
+    assert report == report_too
 
 
 def test_a_norm_with_other_bits_is_found_out(monkeypatch):

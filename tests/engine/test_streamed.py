@@ -175,6 +175,13 @@ def test_without_memory_for_the_head_all_stays_as_it_was(tied: bool, monkeypatch
     assert torch.equal(ids_of(decoder.stream_layers("cpu")), ids_of(resident))
 
 
+def test_a_default_device_of_the_callers_changes_nothing() -> None:
+    streamed, resident = made(), made()
+    with torch.device("meta"):
+        streamed.stream_layers("cpu")
+    assert torch.equal(ids_of(streamed), ids_of(resident))
+
+
 def test_a_device_without_memory_is_refused() -> None:
     decoder = made()
     with pytest.raises(fb.InputError, match="device is meta, which has no memory"):

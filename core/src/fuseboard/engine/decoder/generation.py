@@ -157,7 +157,8 @@ class _Reading:
         values = torch.cat([ids.reshape(-1), state.finished.long(), state.invalid.long()])
         self._event: torch.cuda.Event | None = None
         if values.is_cuda:
-            there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+            there = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+            there.copy_(values, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(values.device))
             values = there

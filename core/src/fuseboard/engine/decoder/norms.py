@@ -37,13 +37,15 @@ def fused_norm_exact(device: torch.device, dtype: torch.dtype, size: int, eps: f
 
     Many counts of rows, since a kernel's order of summation may depend on them, and magnitudes from tiny to huge.
     """
-    generator = torch.Generator().manual_seed(size)  # its own: nobody else's numbers change
+    generator = torch.Generator("cpu").manual_seed(size)  # its own: nobody else's numbers change
     most = max(_ELEMENTS.get(device.type, _MOST) // size, 1)
     try:
         with torch.inference_mode(mode=False), torch.no_grad():
             rows = [count for count in _ROWS if count <= most]
-            wide = torch.randn(rows[-1], size, generator=generator)
-            wide *= torch.logspace(-4, 3, rows[-1])[torch.randperm(rows[-1], generator=generator), None]
+            # On the CPU, whatever the caller's default device is.
+            wide = torch.randn(rows[-1], size, generator=generator, device="cpu")
+            magnitudes = torch.logspace(-4, 3, rows[-1], device="cpu")
+            wide *= magnitudes[torch.randperm(rows[-1], generator=generator, device="cpu"), None]
             data = wide.to(dtype).to(device)
             return all(
                 torch.equal(upcast_norm(x, eps), F.rms_norm(x, (size,), None, eps))

@@ -112,13 +112,13 @@ def frequencies(rope: Rope, *, longest: int | None = None, device: torch.device 
         inverse, factor = _yarn(rope)
         return inverse.to(device), factor
     base: Any = rope.theta
-    where = None
+    where = torch.device("cpu")  # not the caller's default device, which may have other bits
     if rope.kind == "dynamic":
         length: Any = rope.trained
         if longest is not None and longest > rope.trained:
             # A tensor, because float32 arithmetic gives other bits than Python's; filled, since a copy would wait.
-            length = torch.full((), longest, dtype=torch.int64, device=device)
-            where = device
+            where = device or where
+            length = torch.full((), longest, dtype=torch.int64, device=where)
         factor = rope.options["factor"]
         stretch = (factor * length / rope.trained) - (factor - 1)
         base = base * stretch ** (rope.dim / (rope.dim - 2))
@@ -150,8 +150,8 @@ def _yarn(rope: Rope) -> tuple[Tensor, float]:
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
         high += 0.001
-    ramp = torch.clamp((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
-    powers = base ** (torch.arange(0, dim, 2).to(torch.float) / dim)
+    ramp = torch.clamp((torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low), 0, 1)
+    powers = base ** (torch.arange(0, dim, 2, device="cpu").to(torch.float) / dim)
     extrapolated = 1 - ramp
     inverse = 1.0 / (factor * powers) * (1 - extrapolated) + 1.0 / powers * extrapolated
     return inverse, float(attention_factor)

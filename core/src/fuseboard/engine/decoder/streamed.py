@@ -52,7 +52,7 @@ class Streamed:
 
     def _packed(self, layer: Layer) -> Tensor:
         weights = [each.detach() for each in layer.parameters()]
-        block = torch.zeros(sum(map(_room, weights)), dtype=weights[0].dtype, pin_memory=self._cuda)
+        block = torch.zeros(sum(map(_room, weights)), dtype=weights[0].dtype, device="cpu", pin_memory=self._cuda)
         start = 0
         for each in weights:
             block[start : start + each.numel()] = each.reshape(-1)
