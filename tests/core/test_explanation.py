@@ -331,3 +331,9 @@ def test_a_kernel_that_wants_to_be_taken_later_is_shown_with_its_wish(site):
         assert patient.calls > 0
         assert answered_by(site, "fast", *qkv()) == "patient"
         assert describe(*qkv())[0] == said.call
+
+
+def test_what_is_no_site_is_said_to_be_none():
+    with pytest.raises(fb.InputError, match=r"^site is 'decoder'; expected a fuseboard\.Site\.$") as caught:
+        fb.explain("decoder", *qkv())
+    assert caught.value.argument == "site"

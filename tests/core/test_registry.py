@@ -687,3 +687,15 @@ def test_an_entry_point_that_says_nothing_is_a_fault_that_shows_it(tmp_path, mon
     registry = Registry(config=Settings(disable=frozenset({"sdpa"})))
     assert registry.resolve("acme") is None
     assert registry.faults_of("acme")[0].message == "its entry point is ':'; expected 'module' or 'module:object'."
+
+
+def test_a_plugin_that_asks_for_all_backends_while_it_is_imported_is_loaded_once():
+    loads = []
+
+    def load():
+        loads.append(registry.current().backends())
+        return plugin(**hooks_of(right))
+
+    with registry.use(Registry([Entry("acme", load, "acme-kernels", "1.2")], Settings())) as made:
+        (backend,) = made.backends()
+    assert (backend.name, loads, made.faults) == ("acme", [[]], [])

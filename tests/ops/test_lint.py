@@ -422,3 +422,29 @@ def test_options_match_folders_and_names():
 
     assert all(inside.values())
     assert not any(outside.values())
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no TOML parser")
+@pytest.mark.parametrize(
+    ("text", "findings"),
+    [
+        ('[tool.fuseboard]\nlint.exclude = ["*.py"]\n', 0),
+        ('[tool.fuseboard]\nlint = { exclude = ["*.py"] }\n', 0),
+        ('[tool."fuseboard".lint]\nexclude = ["*.py"]\n', 0),
+        ('[ tool.fuseboard.lint ]\nexclude = ["*.py"]\n', 0),
+        ('[tool]\ntext = """\n[tool.fuseboard.lint]\nexclude = ["*.py"]\n"""\n', 1),
+        ('[project]\ndependencies = ["fuseboard"\n', 1),
+    ],
+)
+def test_the_table_is_found_however_toml_lets_it_be_written(tmp_path, capsys, text, findings):
+    (tmp_path / "pyproject.toml").write_text(text)
+    (tmp_path / "engine.py").write_text("import torch\ntorch.manual_seed(0)\n")
+    assert main([str(tmp_path)]) == bool(findings)
+    assert f"{findings} findings in " in capsys.readouterr().out
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no TOML parser")
+def test_a_table_that_is_none_stops_the_run(tmp_path, capsys):
+    (tmp_path / "pyproject.toml").write_text("[tool.fuseboard]\nlint = 3\n")
+    assert main([str(tmp_path)]) == 2
+    assert "[tool.fuseboard.lint] is 3, expected a table." in capsys.readouterr().err

@@ -17,7 +17,7 @@ from fuseboard.backend import Backend, Kernel, Later
 from fuseboard.call import Call, Sizes, describe, is_lowered, lowered
 from fuseboard.chain import REFERENCE, Chain, Link, Table
 from fuseboard.constraints import Refusal
-from fuseboard.errors import RefusedError
+from fuseboard.errors import InputError, RefusedError
 from fuseboard.masks import MaskInfo
 from fuseboard.policy import Policy, policy_for
 from fuseboard.registry import Fault
@@ -195,6 +195,9 @@ def explain(
     Raises:
         InputError: An argument cannot be right.
     """
+    if not isinstance(site, Site):
+        msg = f"site is {site!r}; expected a fuseboard.Site."
+        raise InputError("site", msg)
     binding = context.bound()
     asked = policy_for(policy) if policy is not None else binding.policy if binding is not None else policy_for("auto")
     arguments: dict[str, Any] = {

@@ -155,6 +155,7 @@ class Registry:
         self._logged: set[tuple[str, str, str]] = set()
         self._policies: dict[Hashable, Policy] = {}
         self._backends: dict[str, Backend | None] = {}
+        self._loading: set[str] = set()
         self._entries = self._choose(installed_entries() if entries is None else entries)
         _registries.add(self)
 
@@ -162,6 +163,7 @@ class Registry:
         """In a process that was forked: the thread that held a lock, while it imported or probed, is not here."""
         self.lock = threading.RLock()
         self.probe_locks = {}
+        self._loading = set()
 
     def names(self) -> frozenset[str]:
         """The names of the backends that are installed, not blocked and not known to be faulty. Loads none."""
@@ -179,8 +181,12 @@ class Registry:
     def resolve(self, name: str) -> Backend | None:
         """The backend of that name, or None when there is none or its plugin is at fault."""
         with self.lock:
-            if name not in self._backends and name in self._entries:
-                self._backends[name] = self._load(self._entries[name])
+            if name not in self._backends and name in self._entries and name not in self._loading:
+                self._loading.add(name)  # its own import may ask for it: it is not there yet
+                try:
+                    self._backends[name] = self._load(self._entries[name])
+                finally:
+                    self._loading.discard(name)
             return self._backends.get(name)
 
     def why_missing(self, name: str) -> str | None:

@@ -414,8 +414,8 @@ def _configuration(path: str) -> tuple[dict[str, list[str]], str]:
             text = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
             continue
-        if re.search(r"^\s*\[tool\.fuseboard\.lint\]", text, re.MULTILINE):
-            table = _table(text, file)
+        table = _table(text, file) if "fuseboard" in text else None
+        if table is not None:
             for name, value in table.items():
                 if name not in _KEYS:
                     msg = f"{file}: {_TABLE} has no key {name!r}. Keys: {', '.join(_KEYS)}."
@@ -427,17 +427,26 @@ def _configuration(path: str) -> tuple[dict[str, list[str]], str]:
     return {}, os.getcwd()
 
 
-def _table(text: str, file: Path) -> dict[str, Any]:
+def _table(text: str, file: Path) -> dict[str, Any] | None:
+    """The table; None for a file without it."""
+    headed = re.search(r"^\s*\[tool\.fuseboard\.lint\]", text, re.MULTILINE)
     if sys.version_info >= (3, 11):
         import tomllib  # noqa: PLC0415 - Python 3.10 has none
 
         try:
-            found: dict[str, Any] = tomllib.loads(text)["tool"]["fuseboard"]["lint"]
+            found: Any = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
+            if not headed:
+                return None
             msg = f"{file} is not valid TOML: {error}."
             raise UnusableError(msg) from error
-        return found
-    return plain_table(text, file)
+        for name in ("tool", "fuseboard", "lint"):
+            found = found.get(name) if isinstance(found, dict) else None
+        if found is None or isinstance(found, dict):
+            return found
+        msg = f"{file}: {_TABLE} is {found!r}, expected a table."
+        raise UnusableError(msg)
+    return plain_table(text, file) if headed else None
 
 
 def plain_table(text: str, file: Path) -> dict[str, Any]:
