@@ -178,10 +178,13 @@ def ids_of(value: Any, name: str) -> tuple[int, ...]:
     if value is None:
         return ()
     try:
-        return tuple(map(operator.index, value if isinstance(value, Iterable) else (value,)))
-    except TypeError:
-        msg = f"{name} is {value!r}; expected an id, an int, or several."
-        raise InputError(name, msg) from None
+        given = tuple(value if isinstance(value, Iterable) else (value,))
+        if not any(isinstance(each, bool) for each in given):
+            return tuple(map(operator.index, given))
+    except TypeError:  # something else than whole numbers, or a tensor without an axis
+        pass
+    msg = f"{name} is {value!r}; expected an id, an int, or several."
+    raise InputError(name, msg)
 
 
 def _check_sizes(values: Mapping[str, Any]) -> None:
