@@ -245,6 +245,18 @@ def test_a_tail_of_keys_takes_no_weight() -> None:
     assert ops.attention(q, k, v).unique().tolist() == [1.0]
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_scores_that_are_no_numbers_give_none(causal: bool) -> None:
+    q, k, v = (torch.randn(1, 2, 70, 64) for _ in range(3))
+    q[0, 0, 5], k[0, 1, 40, 7] = torch.nan, torch.inf
+    want = attention_fp64(q, k, v, causal=causal)
+    out = ops.attention(q, k, v, torch.tensor([70], dtype=torch.int32) if causal else None, causal=causal)
+
+    assert want.isnan().any()
+    assert torch.equal(out.isnan(), want.isnan())
+    assert apart(out.nan_to_num(), want.nan_to_num()) < CLOSE
+
+
 def test_lengths_below_zero_and_beyond_the_keys_are_clamped() -> None:
     q = torch.randn(2, 2, 40, 64)
     real = torch.tensor([-5, 1000], dtype=torch.int32)

@@ -288,6 +288,19 @@ def test_a_tail_of_keys_takes_no_weight() -> None:
         assert got.unique().tolist() == [1.0]
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_scores_that_are_no_numbers_give_none(causal: bool) -> None:
+    q, k, v = (draw(1, 2, 70, 64, seed=seed) for seed in range(3))
+    q[0, 0, 5], k[0, 1, 40, 7] = torch.nan, torch.inf
+    want = attention_fp64(q, k, v, causal=causal)
+    real = torch.tensor([70], dtype=torch.int32, device="cuda") if causal else None
+    got = ops.attention(q, k, v, real, causal=causal)
+
+    assert want.isnan().any()
+    assert torch.equal(got.isnan(), want.isnan())
+    assert apart(got.nan_to_num(), want.nan_to_num()) < CLOSE_ATTENTION
+
+
 @pytest.mark.parametrize("layout", ["packed", "tokens", "expanded", "unaligned", "strided", "odd"])
 def test_rows_may_lie_anywhere(layout: str) -> None:
     b, s, h, d = 2, 130, 4, 64

@@ -147,8 +147,9 @@ def attn_kernel(  # noqa: C901, PLR0915 - a kernel is one function for TileLang,
                         for i, j in on.parallel(bn, D):
                             vs[i, j] = T.if_then_else(k0 + i < n, vs[i, j], T.cast(0, dtype))
                 T.gemm(p, vs, o, policy=policy)
+            # No key, no weight; a total that is no number stays none.
             for i, j in on.parallel(bm, D):
-                o[i, j] = T.if_then_else(total[i] > 0, o[i, j] / total[i], 0.0)
+                o[i, j] = T.if_then_else(total[i] == 0, 0.0, o[i, j] / total[i])
             T.copy(o, outs)
             T.copy(outs, out[bz, by, q0, 0])
 
