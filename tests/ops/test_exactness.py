@@ -256,3 +256,8 @@ def test_an_exact_backend_of_wide_heads_alone_only_rounds():
     with registry.use(board):
         (found,) = [each for each in rows() if "`wide`" in each.name]
     assert found.changes == ROUNDING
+
+
+def test_a_summary_with_bars_and_line_breaks_stays_one_cell():
+    row = Row("x", ROUNDING, "one | two\nthree", on=False, ask="y", reported="z")
+    assert render([row]).splitlines()[2] == "| x | rounding | one \\| two three | off | y | z |"

@@ -260,11 +260,16 @@ def render(found: list[Row]) -> str:
     """The table as Markdown, with what its words mean."""
     lines = ["| speed-up | changes | how | unasked | by | reported in |", "|---|---|---|---|---|---|"]
     lines += [
-        f"| {row.name} | {row.changes} | {row.what} | {'on' if row.on else 'off'} | {row.ask} | {row.reported} |"
+        f"| {row.name} | {row.changes} | {_cell(row.what)} | {'on' if row.on else 'off'} | {row.ask} | {row.reported} |"
         for row in found
     ]
     used = {row.changes for row in found}
     return "\n".join([*lines, "", *(f"* **{word}**: {text}." for word, text in MEANING.items() if word in used)])
+
+
+def _cell(text: str) -> str:
+    """Other people's text as one cell: a line break or a bar would end the row."""
+    return " ".join(text.split()).replace("|", "\\|")
 
 
 def fill(page: str, table: str) -> str:
