@@ -112,6 +112,21 @@ print("equal")
 
 @pytest.mark.slow
 @INTERPRETED
+def test_a_default_device_of_the_caller_s_moves_no_trial() -> None:
+    found = run(
+        """
+from fuseboard.engine.decoder.kernels.glue import glue_for
+config, cpu = QwenDecoder(SHAPE).config, torch.device("cpu")
+torch.set_default_device("meta")
+print(exact_glue.exact_for(cpu, torch.float16, config).dtype)
+print(glue_for(cpu, torch.float16, config, products=True, early=False).products)
+"""
+    )
+    assert found == "torch.float16\nTrue\n"
+
+
+@pytest.mark.slow
+@INTERPRETED
 def test_a_dtype_that_is_rounded_otherwise_is_refused_and_says_where() -> None:
     found = run(
         """

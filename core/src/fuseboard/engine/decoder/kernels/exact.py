@@ -254,7 +254,7 @@ def _made(kernels: Any, table: Tensor | None, key: tuple[Any, ...]) -> ExactGlue
 
 def _patterns(device: torch.device, dtype: torch.dtype) -> Tensor:
     """Every number of a 16-bit dtype, at the place that its bits count."""
-    bits = torch.arange(2**16, dtype=torch.int32)
+    bits = torch.arange(2**16, dtype=torch.int32, device="cpu")  # whatever device is the caller's default
     return (bits - (bits >= 2**15) * 2**16).to(torch.int16).view(dtype).to(device)
 
 
@@ -290,10 +290,11 @@ class _Trial:
         return None if self.places() else "placing"
 
     def shuffled(self) -> Tensor:
-        return self.every[torch.randperm(len(self.every), generator=self.generator).to(self.every.device)]
+        order = torch.randperm(len(self.every), generator=self.generator, device="cpu")
+        return self.every[order.to(self.every.device)]
 
     def drawn(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.generator).to(self.every.dtype).to(self.every.device)
+        return torch.randn(shape, generator=self.generator, device="cpu").to(self.every.dtype).to(self.every.device)
 
     def gate(self) -> bool:
         ones, mixed = torch.ones_like(self.every), self.shuffled()
@@ -313,8 +314,9 @@ class _Trial:
     def root(self) -> bool:
         """Every exponent of a mean."""
         count = 2**14 if self.interpreted else 2**20
-        bits = torch.randint(0, 2**23, (count,), generator=self.generator, dtype=torch.int32)
-        mean = (bits + (torch.arange(count, dtype=torch.int32) % 2**8) * 2**23).view(torch.float32)
+        bits = torch.randint(0, 2**23, (count,), generator=self.generator, dtype=torch.int32, device="cpu")
+        exponents = torch.arange(count, dtype=torch.int32, device="cpu") % 2**8
+        mean = (bits + exponents * 2**23).view(torch.float32)
         mean, out = mean.to(self.every.device), torch.empty(count, device=self.every.device)
         self.glue._rooted((-(-count // _BLOCK), 1), mean, out, count, self.eps, _BLOCK)
         return _same(out, torch.rsqrt(mean + self.eps))

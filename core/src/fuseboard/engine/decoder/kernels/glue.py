@@ -244,7 +244,7 @@ class _Trial:
         return None if not self.glue.products or self.product(hidden, norm) else "product"
 
     def draw(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.generator).to(self.dtype).to(self.device)
+        return torch.randn(shape, generator=self.generator, device="cpu").to(self.dtype).to(self.device)
 
     def norm_of(self, size: int) -> RMSNorm:
         norm = RMSNorm(size, self.eps)
