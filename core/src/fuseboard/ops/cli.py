@@ -84,7 +84,8 @@ def main(argv: list[str] | None = None) -> int:
         return PIPE_CLOSED
     except OSError as error:  # a disk that is full, a current folder that is gone
         with contextlib.suppress(OSError):
-            sys.stderr.write(f"fuseboard: {error.strerror or error}.\n")
+            where = f"{error.filename}: " if error.filename else ""
+            sys.stderr.write(f"fuseboard: {where}{error.strerror or error}.\n")
         _forget(sys.stdout)
         _forget(sys.stderr)
         return 2
