@@ -335,13 +335,13 @@ class _Request:
         """
         try:
             name, reason = route.backend_name, first_line(error)
-            # Autograd's word on this very call's tensors: ordinary ones of the same kind are another matter.
-            declined = isinstance(error, DeclinedError) or _UNSAVABLE in reason
+            unsavable = _UNSAVABLE in reason and self._has_inference_tensors()
+            declined = unsavable or isinstance(error, DeclinedError)
             if not declined and classify(error, handled) is not Meaning.BROKEN:
                 raise error
             changed = self._restore(before, snapshots or {})
             if declined and not changed:
-                self.declined[name] = reason if _UNSAVABLE in reason else str(error) or "declined"
+                self.declined[name] = reason if unsavable else str(error) or "declined"
                 self.table.forget_routes()
                 return
             self.chain.registry.mark_broken(name, self.chain.call, reason)
@@ -427,6 +427,10 @@ class _Request:
             return {}
         with torch.no_grad():
             return {name: (each.detach().clone(), each.grad_fn) for name, each in inputs.items()}
+
+    def _has_inference_tensors(self) -> bool:
+        """Whether what autograd refuses is this very call's: ordinary tensors of the same kind are another matter."""
+        return any(each is not None and each.is_inference() for each in (self.q, self.k, self.v, self.mask))
 
     def _restore(self, before: tuple[int, ...] | None, snapshots: dict[str, _Snapshot]) -> list[str]:
         """The inputs that were written into and could not be given their values back."""
