@@ -136,9 +136,8 @@ def _rows_apart(tensor: Tensor) -> Tensor:
 
     The operator hands the distance of rows to a BLAS, which takes none below their width, and gives garbage or NaN.
     """
-    *_, row, last = tensor.stride()
-    dim = tensor.shape[3]
-    return tensor if (last == 1 or dim == 1) and row >= dim else tensor.contiguous()
+    _, _, row, last = tensor.stride()
+    return tensor if last == 1 and row >= tensor.shape[3] else tensor.contiguous()
 
 
 def _additive(mask: Tensor | None, q: Tensor) -> Tensor | None:
