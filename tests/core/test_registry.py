@@ -91,25 +91,28 @@ def test_an_implementation_may_take_fewer_arguments_than_its_specification():
     assert (backend.tolerance(torch.float32), backend.load(CPU)) == (0.5, "the kernel")
 
 
+class Methods:
+    """A plugin that is an object of a class."""
+
+    @fb.hookimpl
+    def info(self):
+        return fb.BackendInfo("x")
+
+    @fb.hookimpl
+    def constraints(self):
+        return fb.Constraints(devices={"cpu"}, dtypes={torch.float32})
+
+    @fb.hookimpl
+    def kernel(self, device):
+        return device
+
+
 def test_a_plugin_may_be_a_module_or_any_object():
     module = ModuleType("acme")
     for name, hook in hooks_of(Fake()).items():
         setattr(module, name, fb.hookimpl(hook))
 
-    class Plugin:
-        @fb.hookimpl
-        def info(self):
-            return fb.BackendInfo("y")
-
-        @fb.hookimpl
-        def constraints(self):
-            return fb.Constraints(devices={"cpu"}, dtypes={torch.float32})
-
-        @fb.hookimpl
-        def kernel(self, device):
-            return device
-
-    made = board(Entry("module", lambda: module), Entry("object", Plugin))
+    made = board(Entry("module", lambda: module), Entry("object", Methods))
     assert [each.name for each in made.backends()] == ["module", "object"]
     assert made.resolve("object").load(CPU) == CPU
 
@@ -282,22 +285,6 @@ def test_a_function_with_a_hooks_name_and_without_the_mark_is_a_fault(name):
     assert placed(fault.message) == (
         f"function {name} has a hook's name and no @fuseboard.hookimpl; mark it, or rename it (PLACE)."
     )
-
-
-class Methods:
-    """A plugin that is an object of a class."""
-
-    @fb.hookimpl
-    def info(self):
-        return fb.BackendInfo("x")
-
-    @fb.hookimpl
-    def constraints(self):
-        return fb.Constraints(devices={"cpu"}, dtypes={torch.float32})
-
-    @fb.hookimpl
-    def kernel(self, device):
-        return device
 
 
 def test_a_method_with_a_hooks_name_and_without_the_mark_is_a_fault():

@@ -22,7 +22,7 @@ from fuseboard.backend import Backend, Kernel
 from fuseboard.constraints import version_terms
 from fuseboard.registry import Registry, first_line, shown
 
-__all__ = ["Verdict", "examine", "precheck", "verdict"]
+__all__ = ["PASSING", "Verdict", "examine", "precheck", "verdict"]
 
 PASSING = ("capture", "thread")
 """Stages whose no is about the moment: it is not kept."""

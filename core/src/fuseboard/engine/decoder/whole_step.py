@@ -136,8 +136,7 @@ class WholeSteps:
         found = None
         with self._lock:
             for each in self._spare:
-                same = each.parts[decoder.config.layer_types[0]].keys.dtype == decoder.dtype
-                if (each.batch, each.capacity) == (cache.batch, capacity) and same:
+                if (each.batch, each.capacity, each.fits) == (cache.batch, capacity, fixed.fits(decoder)):
                     found = each
                     self._spare.remove(each)
                     break
