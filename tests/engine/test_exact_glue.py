@@ -116,13 +116,15 @@ def test_a_default_device_of_the_caller_s_moves_no_trial() -> None:
     found = run(
         """
 from fuseboard.engine.decoder.kernels.glue import glue_for
+from fuseboard.engine.decoder.kernels.products import products_for
 config, cpu = QwenDecoder(SHAPE).config, torch.device("cpu")
 torch.set_default_device("meta")
 print(exact_glue.exact_for(cpu, torch.float16, config).dtype)
-print(glue_for(cpu, torch.float16, config, products=True, early=False).products)
+print(type(glue_for(cpu, torch.float16, config, early=False)).__name__)
+print(*(products_for(cpu, torch.float16, config, rows=rows, early=False) for rows in (1, 2)), sep="\\n")
 """
     )
-    assert found == "torch.float16\nTrue\n"
+    assert found == "torch.float16\nGlue\nTriton, weight by weight\nTriton, on tensor cores\n"
 
 
 @pytest.mark.slow

@@ -500,12 +500,13 @@ GLUED = """
 import torch
 from tests_whole_step import LENGTH, SHAPES, made, prompts
 from fuseboard.engine.decoder.kernels.glue import Glue
+from fuseboard.engine.decoder.kernels.products import Products
 
 for dtype, products in ((torch.float32, True), (torch.float16, False), (torch.float16, True)):
     for name in ("qwen2", "sliding after the first"):
         plain = made(dtype, **SHAPES[name]).fuse()
         glued = made(dtype, **SHAPES[name]).fuse(glue=True, products=products)
-        assert isinstance(glued.glue, Glue) and glued.glue.products is products, glued.glue
+        assert isinstance(glued.glue, Glue) and isinstance(glued.products(2), Products) is products, glued.report()
         ids, mask = prompts((0, 3))
         with torch.no_grad():
             cache = plain.cache(2, attention_mask=mask)

@@ -14,6 +14,7 @@ import fuseboard as fb
 from fuseboard.engine.decoder import QwenDecoder
 from fuseboard.engine.decoder.fixed import FixedCache
 from fuseboard.engine.decoder.kernels.glue import Glue
+from fuseboard.engine.decoder.kernels.products import Products
 from fuseboard.engine.decoder.layers import reference
 from fuseboard.engine.decoder.whole_step import WholeSteps
 from fuseboard.engine.graphs import Graphs
@@ -121,7 +122,7 @@ def test_steps_by_one_graph_are_the_eager_steps_in_bits(
         decoder.fuse(glue=form == "glue", products=form == "products")
     if form in ("glue", "products"):
         assert isinstance(decoder.glue, Glue), decoder.glue
-        assert decoder.glue.products is (form == "products")
+        assert isinstance(decoder.products(3), Products) is (form == "products"), decoder.products(3)
     steps = WholeSteps(decoder, Graphs("cuda"))
     with fb.bind(policy):
         eager = run(decoder, None, padded=padded)
@@ -156,7 +157,7 @@ def test_glue_gives_the_plain_form_s_numbers_but_for_rounding() -> None:
         assert glued.report()["glue"] == "Triton"
         glued.fuse(products=True)
         near(run(glued, None, count=1), run(plain, None, count=1))
-        assert glued.report()["glue"] == "Triton, products too"
+        assert glued.report()["products"] == {"1": "Triton, weight by weight"}
 
 
 def difference(mine: Tensor, theirs: Tensor) -> str | None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from fuseboard.engine.decoder.generation import check_ids
 from fuseboard.engine.decoder.kernels.glue import Glue, Turn
 from fuseboard.engine.decoder.kernels.launch import on
+from fuseboard.engine.decoder.kernels.products import Products
 from fuseboard.engine.decoder.layers import Given
 from fuseboard.errors import InputError
 from fuseboard.masks import MaskInfo
@@ -278,12 +279,12 @@ def check(decoder: QwenDecoder, ids: Tensor, cache: FixedCache) -> None:
 
 def step(decoder: QwenDecoder, ids: Tensor, cache: FixedCache) -> Tensor:
     """The device's part of a step, which a graph can hold: logits `(batch, 1, vocab)`; positions advance."""
-    glue = decoder.glue
+    glue, products = decoder.glue, decoder.products(cache.batch)
     with on(decoder.device), decoder.one_pass():
         if not isinstance(glue, Glue):
             logits = _plain(decoder, ids, cache)
-        elif glue.multiplies(cache.batch):
-            logits = _multiplied(decoder, ids, cache, glue)
+        elif isinstance(products, Products):
+            logits = _multiplied(decoder, ids, cache, glue, products)
         else:
             logits = _glued(decoder, ids, cache, glue)
         cache.positions.add_(1)
@@ -322,17 +323,19 @@ def _glued(decoder: QwenDecoder, ids: Tensor, cache: FixedCache, glue: Glue) -> 
     return decoder.lm_head(x).view(batch, 1, -1)  # type: ignore[no-any-return]
 
 
-def _multiplied(decoder: QwenDecoder, ids: Tensor, cache: FixedCache, glue: Glue) -> Tensor:
+def _multiplied(decoder: QwenDecoder, ids: Tensor, cache: FixedCache, glue: Glue, products: Products) -> Tensor:
     batch = cache.batch
     hidden = decoder.embedded(ids).view(batch, -1)
     turn = Turn(cache.positions, cache.cos, cache.sin)
     given = {kind: part.given(cache.positions) for kind, part in cache.parts.items()}
     for index, layer in decoder.visited():
         part, place, own = layer.self_attn, cache.parts[layer.kind], cache.index[index]
-        qkv = glue.product(hidden, part.qkv_proj, norm=layer.input_layernorm)
+        qkv = products(hidden, part.qkv_proj, norm=layer.input_layernorm)
         q = glue.put_heads(qkv, part, place, own, turn)
         attended = layer.attend(q, place.keys[own], place.values[own], given[layer.kind])
-        hidden = glue.product(attended.view(batch, -1), part.o_proj, add=hidden)
-        inner = glue.product(hidden, layer.mlp.gate_up_proj, norm=layer.post_attention_layernorm, gated=True)
-        hidden = glue.product(inner, layer.mlp.down_proj, add=hidden)
-    return glue.product(hidden, decoder.lm_head, norm=decoder.model.norm).view(batch, 1, -1)
+        hidden = products(attended.view(batch, -1), part.o_proj, add=hidden)
+        inner = products(hidden, layer.mlp.gate_up_proj, norm=layer.post_attention_layernorm, gated=True)
+        hidden = products(inner, layer.mlp.down_proj, add=hidden)
+    # The head has so many weights that only memory takes time, and cuBLAS is as fast as that.
+    x = glue.add_norm(hidden, None, decoder.model.norm)[1]
+    return decoder.lm_head(x).view(batch, 1, -1)  # type: ignore[no-any-return]

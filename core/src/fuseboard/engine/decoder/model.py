@@ -26,6 +26,7 @@ from fuseboard.engine.decoder.fixed import FixedCache
 from fuseboard.engine.decoder.generation import Chooser, Draw, Token, check_ids, check_range, steps
 from fuseboard.engine.decoder.kernels.exact import ExactGlue, exact_for
 from fuseboard.engine.decoder.kernels.glue import Glue, glue_for
+from fuseboard.engine.decoder.kernels.products import Products, products_for
 from fuseboard.engine.decoder.kv_cache import KVCache, RealKeys
 from fuseboard.engine.decoder.layers import SITES, Given, Layer, packs_queries
 from fuseboard.engine.decoder.loading import Loading
@@ -91,6 +92,7 @@ class QwenDecoder(Loading):
         self._no_exact_glue: str | None = None
         self._graphs: bool | str = True
         self._glue = (False, False)
+        self._multiplied: set[int] = set()  # of how many rows there were steps with products
         self._one_token: dict[torch.device, DecoderSteps] = {}
         self._whole: dict[tuple[torch.device, bool], WholeSteps] = {}
         self._misfit: str | None = None
@@ -121,8 +123,9 @@ class QwenDecoder(Loading):
         Args:
             glue: Also make norms, rotation and gate three Triton kernels a layer in steps over a fixed cache, where a
                 trial on the device finds them right; `report()["glue"]` says what became of it.
-            products: With the glue, also make the matrix products of up to 3 rows by a Triton kernel that has norm,
-                gate and residual inside; of more, cuBLAS is faster.
+            products: With the glue, also make the layers' matrix products of few rows, up to 16 in a 16-bit dtype and
+                up to 3 in float32, by Triton kernels that have norm, gate and residual inside; of more, cuBLAS is
+                faster. `report()["products"]` says what became of it.
 
         Raises:
             RuntimeError: It is being trained, its weights want gradients, or no weights are loaded.
@@ -213,11 +216,17 @@ class QwenDecoder(Loading):
     @property
     def glue(self) -> Glue | str:
         """The kernels that `fuse(glue=True)` asked for, or why there are none."""
-        asked, products = self._glue
-        if not asked:
+        if not self._glue[0]:
             return "not asked for"
         # Streamed weights are written between the kernels that read them.
-        return glue_for(self.device, self.dtype, self.config, products=products, early=not self.streamed)
+        return glue_for(self.device, self.dtype, self.config, early=not self.streamed)
+
+    def products(self, rows: int) -> Products | str:
+        """The kernels that `fuse(products=True)` asked for, in steps of so many rows, or why there are none."""
+        if not self._glue[1]:
+            return "not asked for"
+        self._multiplied.add(rows)
+        return products_for(self.device, self.dtype, self.config, rows=rows, early=not self.streamed)
 
     @property
     def graphs(self) -> bool | str:
@@ -771,12 +780,19 @@ class QwenDecoder(Loading):
                 "measured": None if whole is None else whole.measured,
             },
             "exact_glue": self._no_exact_glue or "Triton, one token at a time",
-            "glue": glue if isinstance(glue, str) else "Triton, products too" if glue.products else "Triton",
+            "glue": glue if isinstance(glue, str) else "Triton",
+            "products": self._products_said(),
             "graphs": {"captured": 0, "replays": 0, "failed": None} if steps is None else steps.report(),
             "no_graphs": self._no_graphs(),
             "step": self._form(),
             "sites": {SITES[kind].name: config.layer_types.count(kind) for kind in self._kinds},
         }
+
+    def _products_said(self) -> str | dict[str, str]:
+        """What makes the products of a step, for each number of rows that there was one of."""
+        if not self._glue[1]:
+            return "not asked for"
+        return {str(rows): str(self.products(rows)) for rows in sorted(self._multiplied.copy())}
 
     def _form(self) -> dict[str, Any]:
         """How steps of one token are made, and why not as one graph."""

@@ -282,7 +282,7 @@ class WholeSteps:
         begun = time.perf_counter()
         decoder, binding = self._decoder, context.bound()
         changed = [cache.positions, *(() if state is None else state.tensors)]
-        _ = decoder.glue  # tried here, since a trial waits for the device
+        _ = decoder.glue, decoder.products(cache.batch)  # tried here, since a trial waits for the device
         runs: list[Run] = []
         with torch.inference_mode(mode=False), torch.no_grad():
             mine = ids.clone()

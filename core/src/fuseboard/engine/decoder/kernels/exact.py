@@ -9,8 +9,6 @@ every bit equal; else torch's kernels are launched one by one, as in a prompt, i
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -21,11 +19,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.utils._device import DeviceContext
 
-from fuseboard.engine.decoder.kernels.launch import Launcher, on, power_of_two
+from fuseboard.engine.decoder.kernels.launch import Launcher, power_of_two
+from fuseboard.engine.decoder.kernels.trial import tried
 from fuseboard.engine.decoder.norms import upcast_norm
 from fuseboard.engine.decoder.rope import rotate
-from fuseboard.failure import Meaning, classify
-from fuseboard.registry import first_line
 
 if TYPE_CHECKING:
     from fuseboard.engine.decoder.config import DecoderConfig
@@ -219,28 +216,20 @@ def _tried(device: torch.device, dtype: torch.dtype, sizes: _Sizes, eps: float) 
         return f"not for {device.type}"
     if dtype not in _HALVES:
         return f"not for {dtype}"
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    try:
-        kernels = importlib.import_module("fuseboard.engine.decoder.kernels.exact_triton")
-        interpreted = "Interpreted" in type(kernels.squares).__name__
-        if device.type != "cuda" and not interpreted:
-            return f"Triton's kernels do not run on {device.type}"
-        with on(device), torch.inference_mode(mode=False), torch.no_grad():
-            every = _patterns(device, dtype)
-            # The interpreter has no exponential of CUDA's.
-            for table in [F.silu(every)] if interpreted else [None, F.silu(every)]:
-                made = _made(kernels, table, (device, dtype, sizes, eps))
-                trial = _Trial(made, sizes, eps, every, interpreted)
-                # Twice: the second time compiled kernels are launched by themselves.
-                wrong = trial.wrong() or (None if interpreted else trial.wrong())
-                if wrong != "gate":
-                    break
-    except Exception as error:
-        if classify(error) is not Meaning.BROKEN:
-            raise
-        return f"its kernels failed: {first_line(error)}"
-    return f"its {wrong} has other bits than torch's on this device" if wrong else made
+
+    def trial(kernels: Any, interpreted: bool) -> ExactGlue | str:
+        every = _patterns(device, dtype)
+        # The interpreter has no exponential of CUDA's.
+        for table in [F.silu(every)] if interpreted else [None, F.silu(every)]:
+            made = _made(kernels, table, (device, dtype, sizes, eps))
+            trial = _Trial(made, sizes, eps, every, interpreted)
+            # Twice: the second time compiled kernels are launched by themselves.
+            wrong = trial.wrong() or (None if interpreted else trial.wrong())
+            if wrong != "gate":
+                break
+        return f"its {wrong} has other bits than torch's on this device" if wrong else made
+
+    return tried("exact_triton", device, trial)
 
 
 def _made(kernels: Any, table: Tensor | None, key: tuple[Any, ...]) -> ExactGlue:

@@ -20,10 +20,28 @@ triton: Any = importlib.import_module("triton")
 tl: Any = importlib.import_module("triton.language")
 cuda: Any = importlib.import_module("triton.language.extra.cuda")
 
-__all__ = ["LAUNCHES_EARLY", "add_norm", "product", "put_heads", "silu_mul"]
+__all__ = ["LAUNCHES_EARLY", "add_norm", "added", "gated", "put_heads", "scaled", "silu_mul"]
 
 LAUNCHES_EARLY = hasattr(cuda, "gdc_wait")
 """Whether this Triton knows of it."""
+
+
+@triton.jit
+def added(x, more):
+    return (x.to(tl.float32) + more.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
+def scaled(x, scale, weight):
+    normal = (x.to(tl.float32) * scale).to(x.dtype)
+    return (normal.to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
+def gated(gate, up):
+    wide = gate.to(tl.float32)
+    bent = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
+    return (bent.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
 
 
 @triton.jit
@@ -40,12 +58,11 @@ def add_norm(
     x = tl.load(hidden + row * size + at, mask=real, other=0.0)
     if ADD:
         more = tl.load(delta + row * size + at, mask=real, other=0.0)
-        x = (x.to(tl.float32) + more.to(tl.float32)).to(x.dtype)
+        x = added(x, more)
         tl.store(total + row * size + at, x, mask=real)
     wide = x.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / size + eps)
-    normal = (wide * scale).to(x.dtype)
-    tl.store(out + row * size + at, (normal.to(tl.float32) * w.to(tl.float32)).to(x.dtype), mask=real)
+    tl.store(out + row * size + at, scaled(x, scale, w), mask=real)
 
 
 @triton.jit
@@ -79,15 +96,12 @@ def put_heads(
             else:
                 w = tl.load(k_weight + at, mask=real, other=0.0)
                 w_half = tl.load(k_weight + half, mask=real, other=0.0)
-            x = (wide * scale).to(w.dtype)
-            y = (y.to(tl.float32) * scale).to(w.dtype)
-            x = (x.to(tl.float32) * w.to(tl.float32)).to(w.dtype)
-            y = (y.to(tl.float32) * w_half.to(tl.float32)).to(w.dtype)
+            x, y = scaled(x, scale, w), scaled(y, scale, w_half)
         c = tl.load(cos + position * DIM + at, mask=real, other=0.0)
         s = tl.load(sin + position * DIM + at, mask=real, other=0.0)
         straight = (x.to(tl.float32) * c.to(tl.float32)).to(c.dtype)
         across = (y.to(tl.float32) * s.to(tl.float32)).to(c.dtype)
-        turned = (straight.to(tl.float32) + across.to(tl.float32)).to(c.dtype)
+        turned = added(straight, across)
         if head < HEADS:
             tl.store(q_out + (row * HEADS + head) * DIM + at, turned, mask=real)
         else:
@@ -104,50 +118,4 @@ def silu_mul(gate_up, out, size, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     real = at < size
     gate = tl.load(gate_up + row * 2 * size + at, mask=real, other=0.0)
     up = tl.load(gate_up + row * 2 * size + size + at, mask=real, other=0.0)
-    wide = gate.to(tl.float32)
-    bent = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
-    tl.store(out + row * size + at, (bent.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=real)
-
-
-@triton.jit
-def product(
-    x, norm, weight, bias, add, out, wide, tall, eps, ROWS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
-    ADD: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    if EARLY:
-        cuda.gdc_launch_dependents()
-    # All of a few output columns' weights at once, so that enough loads are under way to keep memory busy.
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    k = tl.arange(0, WIDE)
-    real, kept = k < wide, n < tall
-    inside = kept[:, None] & real[None, :]
-    place = n.to(tl.int64)[:, None] * wide + k[None, :]
-    tile = tl.load(weight + place, mask=inside, other=0.0)
-    if GATED:
-        upper = tl.load(weight + tl.cast(tall, tl.int64) * wide + place, mask=inside, other=0.0)
-    if NORM:
-        scales = tl.load(norm + k, mask=real, other=0.0)
-    if EARLY:  # by now the weights are on their way
-        cuda.gdc_wait()
-    for row in tl.static_range(ROWS):
-        v = tl.load(x + row * wide + k, mask=real, other=0.0)
-        if NORM:
-            long = v.to(tl.float32)
-            scale = 1.0 / tl.sqrt(tl.sum(long * long, axis=0) / wide + eps)
-            v = (long * scale).to(v.dtype)
-            v = (v.to(tl.float32) * scales.to(tl.float32)).to(v.dtype)
-        long = v.to(tl.float32)
-        y = tl.sum(tile.to(tl.float32) * long[None, :], axis=1)
-        if BIAS:
-            y += tl.load(bias + n, mask=kept, other=0.0).to(tl.float32)
-        y = y.to(v.dtype)
-        if GATED:
-            up = tl.sum(upper.to(tl.float32) * long[None, :], axis=1).to(v.dtype)
-            gate = y.to(tl.float32)
-            bent = (gate / (1.0 + tl.exp(-gate))).to(v.dtype)
-            y = (bent.to(tl.float32) * up.to(tl.float32)).to(v.dtype)
-        if ADD:
-            more = tl.load(add + row * tall + n, mask=kept, other=0.0)
-            y = (more.to(tl.float32) + y.to(tl.float32)).to(v.dtype)
-        tl.store(out + row * tall + n, y, mask=kept)
+    tl.store(out + row * size + at, gated(gate, up), mask=real)
