@@ -6,13 +6,17 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 from fuseboard.engine.decoder import QwenDecoder
 from fuseboard.engine.decoder.config import DecoderConfig
+from fuseboard.engine.decoder.kernels.launch import Launcher
 from fuseboard.engine.decoder.kernels.products import _tile, products_for
+from fuseboard.engine.decoder.kernels.trial import Case, Draws, differing
 
 SHAPE = {
     "model_type": "qwen3", "vocab_size": 32, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1,
@@ -98,28 +102,41 @@ made = products_for(torch.device("cpu"), torch.float16, DecoderConfig.of(SHAPE),
 seen, worst = set(), 0.0
 for shared in (8192, 16384, 101376, 232448):
     one = attrs.evolve(made, shared=shared)
-    for wide in (600, 1500, 3072):
+    for wide in (600, 1500, 2048, 3072):
         for case in ({"norm": True}, {"norm": True, "gated": True}, {"add": True}):
-            _, deep, held = room._tile(wide, 24, one.padded, shared, gated=case.get("gated", False))
-            seen.add((-(-wide // (4 * deep)) > 1, held))
+            tile = room._tile(wide, 24, one.padded, shared, gated=case.get("gated", False))
+            seen.add((tile.chunks > 1, tile.held))
+            seen.add(tile.warps)
             worst = max(worst, differs(one, torch.float16, wide, 24, **case))
-print(worst < 4e-3, sorted(seen))
+print(worst < 4e-3, *sorted(seen, key=str))
 """
     )
-    assert found == "True [(False, 1), (True, 1), (True, 2), (True, 3)]\n"
+    assert found == "True (False, 1) (True, 1) (True, 2) (True, 3) 4 8\n"
 
 
-def test_tiles_fit_twice_into_a_multiprocessor_s_shared_memory() -> None:
+def test_tiles_fit_into_shared_memory_and_cover_the_sum() -> None:
     for shared in (101376, 166912, 232448):
         for padded in (8, 16):
             for wide in (16, 64, 70, 896, 1024, 2048, 3072, 5120, 12288, 16384):
-                for gated in (False, True):
-                    block, deep, held = _tile(wide, 4096, padded, shared, gated=gated)
-                    part = 2 * 4 * deep
-                    assert part * (padded + held * block * (1 + gated)) <= shared // 2
-                    assert 1 <= held <= -(-wide // (4 * deep))
-                    assert deep >= 16
-                    assert deep & (deep - 1) == 0
+                for tall in (100, 1024, 4096, 30000):
+                    for gated in (False, True):
+                        tile = _tile(wide, tall, padded, shared, gated=gated)
+                        span = tile.warps * tile.deep
+                        assert 2 * span * (padded + tile.held * tile.block * (1 + gated)) <= shared * 2 // 3
+                        assert (tile.chunks - 1) * span < wide <= tile.chunks * span
+                        assert 1 <= tile.held <= tile.chunks
+                        assert tile.deep >= 16
+                        assert tile.deep & (tile.deep - 1) == 0
+
+
+def test_tiles_of_the_shape_that_was_measured() -> None:
+    qkv, o, gates, down = (
+        _tile(wide, tall, 8, 232448, gated=gated)
+        for wide, tall, gated in ((1024, 4096, False), (2048, 1024, False), (1024, 3072, True), (3072, 1024, False))
+    )
+    assert [(each.block, each.warps, each.deep, each.chunks, each.held) for each in (qkv, o, gates, down)] == [
+        (64, 4, 256, 1, 1), (16, 8, 256, 1, 1), (16, 4, 256, 1, 1), (16, 4, 256, 3, 3),
+    ]  # fmt: skip
 
 
 def test_what_is_not_multiplied_says_why() -> None:
@@ -150,3 +167,54 @@ def test_the_report_says_for_each_number_of_rows_what_multiplied() -> None:
     assert list(said) == ["1", "5"]
     assert said["5"] == "of more than 3 rows cuBLAS makes them faster"
     assert said["1"] in ("Triton is not installed", "Triton's kernels do not run on cpu")
+
+
+class _Kernel:
+    """A stand-in for a compiled function: Triton compiles for a GPU alone."""
+
+    params = ()
+
+    def __init__(self, broken: bool) -> None:
+        self.broken = broken
+        self.seen: list[str] = []
+
+    def warmup(self, *_arguments: object, grid: tuple[int, int]) -> None:
+        self.seen.append(f"compiled {grid}")
+        if self.broken:
+            raise RuntimeError("no compiler")
+
+    def __getitem__(self, grid: tuple[int, int]) -> Callable[[Tensor], None]:
+        def launch(out: Tensor) -> None:
+            self.seen.append("launched")
+            if self.broken:
+                raise RuntimeError("no compiler")
+            out.fill_(2.0)
+
+        return launch
+
+
+def _case(name: str, kernel: _Kernel, right: float) -> Case:
+    launcher = Launcher(kernel)
+
+    def mine() -> tuple[Tensor, ...]:
+        out = torch.zeros(3)
+        launcher((1, 1), out)
+        return (out,)
+
+    return Case(name, mine, lambda: (torch.full((3,), right),))
+
+
+def test_kernels_are_compiled_beside_one_another_and_then_compared_one_by_one() -> None:
+    kernels = [_Kernel(broken=False) for _ in range(3)]
+    cases = [_case(str(index), each, 2.0 if index < 2 else 2.5) for index, each in enumerate(kernels)]
+    draws = Draws(CPU, torch.float32, 1e-6)
+
+    assert differing(cases[:2], draws, interpreted=False) is None
+    assert [each.seen for each in kernels] == [["compiled (1, 1)", "launched", "launched"]] * 2 + [[]]
+    assert differing(cases, draws, interpreted=False) == "2"
+
+
+def test_a_kernel_that_does_not_compile_says_so_where_it_is_launched() -> None:
+    draws = Draws(CPU, torch.float32, 1e-6)
+    with pytest.raises(RuntimeError, match="no compiler"):
+        differing([_case("one", _Kernel(broken=True), 2.0)], draws, interpreted=False)

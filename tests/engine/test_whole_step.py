@@ -517,6 +517,10 @@ for dtype, products in ((torch.float32, True), (torch.float16, False), (torch.fl
                 logits, found = plain.step(ids, theirs), glued.step(ids, mine)
                 near = 1e-4 if dtype == torch.float32 else 0.05 * float(logits.float().std())
                 torch.testing.assert_close(found, logits, rtol=0, atol=near)
+
+unknown = made(torch.float32).fuse(glue=True)
+hidden = unknown.glue.embed(torch.tensor([[1], [10**6], [-1]]), unknown.model.embed_tokens)
+assert hidden.isnan().all(1).tolist() == [False, True, True], hidden
 print("glued")
 """
 

@@ -117,7 +117,7 @@ ENGINE: tuple[tuple[str, Row], ...] = (
         Row(
             "fused glue", ROUNDING, "norms, rotation and gate of a whole step as Triton kernels, matrix products if "
             "asked for too: their sums are in another order", on=False, ask="`decoder.fuse(glue=True, products=True)`",
-            reported="`QwenDecoder.report()`: `glue`",
+            reported="`QwenDecoder.report()`: `glue`, `products`",
         ),
     ),
     (

@@ -82,10 +82,13 @@ class Part:
         both = torch.zeros(2, layers, batch, heads[0], size, heads[1], dtype=dtype, device=device)
         return cls(window, size, both[0], both[1], torch.arange(size, dtype=torch.int32, device=device))
 
-    def given(self, positions: Tensor) -> Given:
+    def given(self, positions: Tensor, glue: Glue | None = None) -> Given:
         """What attention is told when the next token of each row is at these positions."""
-        counts = (positions + 1).clamp(max=self.size).int()
-        keys = self.slots < counts[:, None]
+        if glue is not None:
+            counts, keys = glue.lengths(positions, self.size)
+        else:
+            counts = (positions + 1).clamp(max=self.size).int()
+            keys = self.slots < counts[:, None]
         return Given(mask=keys[:, None, None, :], info=Lengths(keys, padding="right", counts=counts))
 
     def put(self, layer: int, k: Tensor, v: Tensor, slots: Tensor, exact: ExactGlue | None) -> tuple[Tensor, Tensor]:
@@ -308,9 +311,9 @@ def _plain(decoder: QwenDecoder, ids: Tensor, cache: FixedCache) -> Tensor:
 
 def _glued(decoder: QwenDecoder, ids: Tensor, cache: FixedCache, glue: Glue) -> Tensor:
     batch = cache.batch
-    hidden = decoder.embedded(ids).view(batch, -1)
+    hidden = glue.embed(ids, decoder.model.embed_tokens)
     turn = Turn(cache.positions, cache.cos, cache.sin)
-    given = {kind: part.given(cache.positions) for kind, part in cache.parts.items()}
+    given = {kind: part.given(cache.positions, glue) for kind, part in cache.parts.items()}
     delta: Tensor | None = None
     for index, layer in decoder.visited():
         part, place, own = layer.self_attn, cache.parts[layer.kind], cache.index[index]
@@ -325,9 +328,9 @@ def _glued(decoder: QwenDecoder, ids: Tensor, cache: FixedCache, glue: Glue) -> 
 
 def _multiplied(decoder: QwenDecoder, ids: Tensor, cache: FixedCache, glue: Glue, products: Products) -> Tensor:
     batch = cache.batch
-    hidden = decoder.embedded(ids).view(batch, -1)
+    hidden = glue.embed(ids, decoder.model.embed_tokens)
     turn = Turn(cache.positions, cache.cos, cache.sin)
-    given = {kind: part.given(cache.positions) for kind, part in cache.parts.items()}
+    given = {kind: part.given(cache.positions, glue) for kind, part in cache.parts.items()}
     for index, layer in decoder.visited():
         part, place, own = layer.self_attn, cache.parts[layer.kind], cache.index[index]
         qkv = products(hidden, part.qkv_proj, norm=layer.input_layernorm)

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor
+from torch import Tensor, nn
 
 from fuseboard.engine.decoder.kernels.launch import Launcher, power_of_two
-from fuseboard.engine.decoder.kernels.trial import Draws, launches_early, tried
+from fuseboard.engine.decoder.kernels.trial import Case, Draws, differing, launches_early, tried
 from fuseboard.engine.decoder.rope import rotate
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ class Glue:
     _add_norm: Launcher
     _put_heads: Launcher
     _silu_mul: Launcher
+    _embed: Launcher
+    _lengths: Launcher
     early: bool = False
 
     @classmethod
@@ -50,8 +52,37 @@ class Glue:
         how = {"launch_pdl": True} if early else {}
         return cls(
             Launcher(kernels.add_norm, num_warps=4, **how), Launcher(kernels.put_heads, num_warps=1, **how),
-            Launcher(kernels.silu_mul, num_warps=4, **how), early,
+            Launcher(kernels.silu_mul, num_warps=4, **how),
+            # Not early: what they follow writes what they read, and what comes after them may begin before they end.
+            Launcher(kernels.embed, num_warps=4), Launcher(kernels.lengths, num_warps=4), early,
         )  # fmt: skip
+
+    def embed(self, ids: Tensor, embedding: nn.Embedding) -> Tensor:
+        """`embedding(ids)`, `(batch, size)`; NaN for an id that is not of the vocabulary.
+
+        Args:
+            ids: Int64 or int32 `(batch, 1)`.
+            embedding: Its weight contiguous.
+        """
+        vocabulary, size = embedding.weight.shape
+        out = embedding.weight.new_empty(ids.shape[0], size)
+        self._embed(
+            (ids.shape[0], -(-size // _BLOCK)), ids.contiguous(), embedding.weight, out, size, vocabulary, _BLOCK
+        )
+        return out
+
+    def lengths(self, positions: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """For a row whose next token has this position: int32 `(batch,)`, how many keys it then has, and which.
+
+        Args:
+            positions: Int64 `(batch,)`.
+            size: How many slots there are; the second is `(batch, size)`, bool.
+        """
+        batch = positions.shape[0]
+        counts = torch.empty(batch, dtype=torch.int32, device=positions.device)
+        keys = torch.empty(batch, size, dtype=torch.uint8, device=positions.device)
+        self._lengths((batch, -(-size // _BLOCK)), positions, counts, keys, size, _BLOCK)
+        return counts, keys.view(torch.bool)
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         """`hidden + delta`, and that normalised; both `(rows, size)` and contiguous."""
@@ -133,66 +164,63 @@ def _tried(
         return f"its kernels do not compute {dtype}"
 
     def trial(kernels: Any, interpreted: bool) -> Glue | str:
-        glue = Glue.of(kernels, early and launches_early(kernels, device))
-        # Twice: the second time compiled kernels are launched by themselves.
-        for _ in range(1 if interpreted else 2):
-            wrong = _Trial(glue, *sizes, qk_norm, Draws(device, dtype, eps)).wrong()
-            if wrong:
-                return f"its {wrong} differs from the formula's on this device"
-        return glue
+        glue, draws = Glue.of(kernels, early and launches_early(kernels, device)), Draws(device, dtype, eps)
+        cases = [*_placing(glue, draws, sizes[0]), *_norms(glue, draws, *sizes[:2])]
+        cases.append(_rotation(glue, draws, sizes[2:], qk_norm))
+        wrong = differing(cases, draws, interpreted=interpreted)
+        return f"its {wrong} differs from the formula's on this device" if wrong else glue
 
     return tried("glue_triton", device, trial)
 
 
-@attrs.define
-class _Trial:
-    """The kernels beside the formula, on random numbers of a decoder's sizes."""
+def _placing(glue: Glue, draws: Draws, wide: int) -> list[Case]:
+    embedding = nn.Embedding(8, wide, device="meta")
+    embedding.weight = nn.Parameter(draws.numbers(8, wide), requires_grad=False)
+    ids = torch.tensor([[7], [0], [3]], device=draws.device)
+    positions, slots = torch.tensor([0, 3, 9], device=draws.device), torch.arange(5, device=draws.device)
+    counts = (positions + 1).clamp(max=len(slots)).int()
+    return [
+        Case("embedding", lambda: (glue.embed(ids, embedding),), lambda: (embedding(ids)[:, 0],)),
+        Case("length", lambda: glue.lengths(positions, len(slots)), lambda: (counts, slots < counts[:, None])),
+    ]
 
-    glue: Glue
-    wide: int
-    inner: int
-    heads: int
-    kv_heads: int
-    dim: int
-    qk_norm: bool
-    draws: Draws
 
-    def wrong(self) -> str | None:
-        """What of it gives other numbers than the formula, beyond the last bits."""
-        if not self.norms():
-            return "norm"
-        gate_up = self.draws.numbers(_TRIED, 2 * self.inner)
-        gate, up = gate_up.chunk(2, dim=-1)
-        if not self.draws.near(self.glue.silu_mul(gate_up), F.silu(gate) * up):
-            return "gate"
-        return None if self.rotation() else "rotation"
+def _norms(glue: Glue, draws: Draws, wide: int, inner: int) -> list[Case]:
+    norm, hidden, delta = draws.norm(wide), draws.numbers(_TRIED, wide), draws.numbers(_TRIED, wide)
+    gate_up = draws.numbers(_TRIED, 2 * inner)
+    gate, up = gate_up.chunk(2, dim=-1)
 
-    def norms(self) -> bool:
-        draws, norm = self.draws, self.draws.norm(self.wide)
-        hidden, delta = draws.numbers(_TRIED, self.wide), draws.numbers(_TRIED, self.wide)
-        total, out = self.glue.add_norm(hidden, delta, norm)
-        alone = self.glue.add_norm(hidden, None, norm)[1]
-        right = draws.near(total, hidden + delta) and draws.near(out, draws.normed(norm, total))
-        return right and draws.near(alone, draws.normed(norm, hidden))
+    def formula(total: Tensor) -> tuple[Tensor, Tensor]:
+        return total, draws.normed(norm, total)
 
-    def rotation(self) -> bool:
-        heads, both, dim, rows, slots = self.heads, self.heads + self.kv_heads, self.dim, _TRIED, 4
-        draws, device = self.draws, self.draws.device
-        part: Any = SimpleNamespace(
-            heads=heads, kv_heads=self.kv_heads, head_dim=dim, qk_norm=self.qk_norm, q_norm=draws.norm(dim),
-            k_norm=draws.norm(dim),
-        )  # fmt: skip
-        qkv = draws.numbers(rows, (both + self.kv_heads) * dim)
-        cos, sin = draws.numbers(8, dim), draws.numbers(8, dim)
-        positions = torch.arange(rows, device=device) + 2
-        held = torch.zeros(2, 1, rows, self.kv_heads, slots, dim, dtype=draws.dtype, device=device)
-        place: Any = SimpleNamespace(size=slots, keys=held[0], values=held[1])
-        q = self.glue.put_heads(qkv, part, place, 0, Turn(positions, cos, sin))
-        split = qkv.view(rows, 1, -1, dim)
-        want_q, want_k, want_v = split[:, :, :heads], split[:, :, heads:both], split[:, :, both:]
-        if self.qk_norm:
-            want_q, want_k = draws.normed(part.q_norm, want_q), draws.normed(part.k_norm, want_k)
-        turned = [rotate(x, cos[positions][:, None, None], sin[positions][:, None, None]) for x in (want_q, want_k)]
-        chosen = (torch.arange(rows, device=device), slice(None), positions % slots)
-        right = draws.near(q, turned[0].transpose(1, 2)) and draws.near(place.keys[0][chosen], turned[1][:, 0])
-        return right and torch.equal(place.values[0][chosen], want_v[:, 0])
+    return [
+        Case("norm", lambda: glue.add_norm(hidden, None, norm), lambda: formula(hidden)),
+        Case("norm of a sum", lambda: glue.add_norm(hidden, delta, norm), lambda: formula(hidden + delta)),
+        Case("gate", lambda: (glue.silu_mul(gate_up),), lambda: (F.silu(gate) * up,)),
+    ]
+
+
+def _rotation(glue: Glue, draws: Draws, sizes: tuple[int, int, int], qk_norm: bool) -> Case:
+    heads, kv_heads, dim = sizes
+    both, rows, slots, device = heads + kv_heads, _TRIED, 4, draws.device
+    part: Any = SimpleNamespace(
+        heads=heads, kv_heads=kv_heads, head_dim=dim, qk_norm=qk_norm, q_norm=draws.norm(dim), k_norm=draws.norm(dim)
+    )
+    qkv, cos, sin = draws.numbers(rows, (both + kv_heads) * dim), draws.numbers(8, dim), draws.numbers(8, dim)
+    positions = torch.arange(rows, device=device) + 2
+    held = torch.zeros(2, 1, rows, kv_heads, slots, dim, dtype=draws.dtype, device=device)
+    place: Any = SimpleNamespace(size=slots, keys=held[0], values=held[1])
+    chosen = (torch.arange(rows, device=device), slice(None), positions % slots)
+
+    def mine() -> tuple[Tensor, ...]:
+        q = glue.put_heads(qkv, part, place, 0, Turn(positions, cos, sin))
+        return q, place.keys[0][chosen], place.values[0][chosen]
+
+    def formula() -> tuple[Tensor, ...]:
+        q, k, v = torch.split(qkv.view(rows, 1, -1, dim), [heads, kv_heads, kv_heads], dim=2)
+        if qk_norm:
+            q, k = draws.normed(part.q_norm, q), draws.normed(part.k_norm, k)
+        q, k = (rotate(x, cos[positions][:, None, None], sin[positions][:, None, None]) for x in (q, k))
+        return q.transpose(1, 2), k[:, 0], v[:, 0]
+
+    return Case("rotation", mine, formula)

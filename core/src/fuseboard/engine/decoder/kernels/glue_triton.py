@@ -3,9 +3,10 @@
 They round where torch's kernels round: a sum or a product of two low numbers is made in fp32 and brought down at once,
 so that what is left to differ is the order in which a norm's squares are added, and the exponential's last bit.
 
-With `EARLY` a kernel begins while the one before it in the stream still runs: what it reads until `gdc_wait` is weights
-alone, and nothing that others wrote is read, and nothing written, before that one has ended (CUDA's programmatic
-dependent launch, https://docs.nvidia.com/cuda/cuda-c-programming-guide/#programmatic-dependent-launch-and-synchronization).
+With `EARLY` a kernel begins while the one before it in the stream still runs (CUDA's programmatic dependent launch,
+https://docs.nvidia.com/cuda/cuda-c-programming-guide/#programmatic-dependent-launch-and-synchronization). What it reads
+until `gdc_wait` are weights, and positions with their cosines and sines, which are written between steps alone, where
+ordinary kernels stand; nothing else is read, and nothing written, before the kernel before has ended.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, misc"
@@ -20,7 +21,7 @@ triton: Any = importlib.import_module("triton")
 tl: Any = importlib.import_module("triton.language")
 cuda: Any = importlib.import_module("triton.language.extra.cuda")
 
-__all__ = ["LAUNCHES_EARLY", "add_norm", "added", "gated", "put_heads", "scaled", "silu_mul"]
+__all__ = ["LAUNCHES_EARLY", "add_norm", "added", "embed", "gated", "lengths", "put_heads", "scaled", "silu_mul"]
 
 LAUNCHES_EARLY = hasattr(cuda, "gdc_wait")
 """Whether this Triton knows of it."""
@@ -42,6 +43,27 @@ def gated(gate, up):
     wide = gate.to(tl.float32)
     bent = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
     return (bent.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+
+
+@triton.jit
+def embed(ids, weight, out, size, vocabulary, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = at < size
+    number = tl.load(ids + row).to(tl.int64)
+    known = (number >= 0) & (number < vocabulary)
+    x = tl.load(weight + number * size + at, mask=real & known, other=float("nan"))
+    tl.store(out + row * size + at, x, mask=real)
+
+
+@triton.jit
+def lengths(positions, counts, keys, size, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    count = tl.minimum(tl.load(positions + row) + 1, size).to(tl.int32)
+    if tl.program_id(1) == 0:
+        tl.store(counts + row, count)
+    tl.store(keys + row * size + slot, (slot < count).to(tl.uint8), mask=slot < size)
 
 
 @triton.jit
@@ -73,32 +95,31 @@ def put_heads(
 ):  # fmt: skip
     if EARLY:
         cuda.gdc_launch_dependents()
-        cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     at = tl.arange(0, BLOCK)
     real = at < DIM
+    half = (at + DIM // 2) % DIM
     position = tl.load(positions + row)
     slot = position % slots
+    c = tl.load(cos + position * DIM + at, mask=real, other=0.0)
+    s = tl.load(sin + position * DIM + at, mask=real, other=0.0)
+    if NORM:
+        weight = q_weight if head < HEADS else k_weight
+        w = tl.load(weight + at, mask=real, other=0.0)
+        w_half = tl.load(weight + half, mask=real, other=0.0)
+    if EARLY:
+        cuda.gdc_wait()
     source = qkv + (row * (HEADS + 2 * KV_HEADS) + head) * DIM
     x = tl.load(source + at, mask=real, other=0.0)
     if head >= HEADS + KV_HEADS:
         tl.store(values + row * by_row + (head - HEADS - KV_HEADS) * by_head + slot * by_slot + at, x, mask=real)
     else:
-        half = (at + DIM // 2) % DIM
         y = tl.load(source + half, mask=real, other=0.0)
         if NORM:
             wide = x.to(tl.float32)
             scale = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / DIM + eps)
-            if head < HEADS:
-                w = tl.load(q_weight + at, mask=real, other=0.0)
-                w_half = tl.load(q_weight + half, mask=real, other=0.0)
-            else:
-                w = tl.load(k_weight + at, mask=real, other=0.0)
-                w_half = tl.load(k_weight + half, mask=real, other=0.0)
             x, y = scaled(x, scale, w), scaled(y, scale, w_half)
-        c = tl.load(cos + position * DIM + at, mask=real, other=0.0)
-        s = tl.load(sin + position * DIM + at, mask=real, other=0.0)
         straight = (x.to(tl.float32) * c.to(tl.float32)).to(c.dtype)
         across = (y.to(tl.float32) * s.to(tl.float32)).to(c.dtype)
         turned = added(straight, across)

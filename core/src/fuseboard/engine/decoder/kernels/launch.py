@@ -8,15 +8,18 @@ Triton's own tutorials do. Where that does not work, as in the interpreter, ever
 from __future__ import annotations
 
 import contextlib
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Launcher", "on", "power_of_two"]
+__all__ = ["Launcher", "compiling", "on", "power_of_two"]
 
 _ALIGNMENT = 16
 _MOST = 256
+_here = threading.local()
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -27,6 +30,16 @@ def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 def power_of_two(size: int) -> int:
     """The least that is not below `size`: what a Triton block may have as its width."""
     return 1 << (size - 1).bit_length()
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """For a block, in this thread: kernels that were never launched are compiled, and not launched."""
+    _here.compiling = True
+    try:
+        yield
+    finally:
+        _here.compiling = False
 
 
 class Launcher:
@@ -72,6 +85,9 @@ class Launcher:
 
     def _first(self, key: Any, grid: tuple[int, int], arguments: tuple[Any, ...]) -> None:
         """The usual launch, which finds the compiled kernel."""
+        if getattr(_here, "compiling", False):
+            self._kernel.warmup(*arguments, grid=grid, **self._options)
+            return
         found = self._kernel[grid](*arguments, **self._options)
         if not hasattr(found, "packed_metadata"):
             self.direct = None if found is None else False  # the interpreter gives nothing, and is never slower

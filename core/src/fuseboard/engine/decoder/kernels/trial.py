@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import attrs
 import torch
 from torch import Tensor, nn
 
-from fuseboard.engine.decoder.kernels.launch import on
+from fuseboard.engine.decoder.kernels.launch import compiling, on
 from fuseboard.engine.decoder.norms import RMSNorm, upcast_norm
 from fuseboard.failure import Meaning, classify
 from fuseboard.registry import first_line
 
-__all__ = ["Draws", "launches_early", "tried"]
+__all__ = ["Case", "Draws", "differing", "launches_early", "tried"]
 
 _Made = TypeVar("_Made")
 
@@ -96,4 +99,48 @@ class Draws:
         """Equal but for the last bits."""
         # A last bit of a norm may be another, and what is subtracted afterwards makes it the larger beside the rest.
         bits = 1e-5 if self.dtype == torch.float32 else 4 * torch.finfo(self.dtype).eps
-        return bool((mine.float() - theirs.float()).abs().max() <= bits * theirs.float().abs().max())
+        apart = (mine.float() - theirs.float()).abs().max()
+        return mine.shape == theirs.shape and bool(apart <= bits * theirs.float().abs().max())
+
+
+@attrs.frozen
+class Case:
+    """Something that a kernel and a formula compute.
+
+    Attributes:
+        name: What it is.
+        mine: Launches the kernel.
+        formula: Gives the same, by torch.
+    """
+
+    name: str
+    mine: Callable[[], tuple[Tensor, ...]]
+    formula: Callable[[], tuple[Tensor, ...]]
+
+
+def differing(cases: list[Case], draws: Draws, *, interpreted: bool) -> str | None:
+    """What of it is not the formula's beyond the last bits, if anything.
+
+    Args:
+        cases: Each is launched twice, since the second time compiled kernels are launched by themselves.
+        draws: For what is near.
+        interpreted: By Triton's interpreter, which compiles nothing.
+    """
+    if not interpreted:
+        _compile(cases, draws.device)
+    for _ in range(1 if interpreted else 2):
+        for case in cases:
+            if not all(map(draws.near, case.mine(), case.formula())):
+                return case.name
+    return None
+
+
+def _compile(cases: list[Case], device: torch.device) -> None:
+    """Beside one another: each takes most of a second. What fails here fails again when it is launched."""
+
+    def one(case: Case) -> None:
+        with contextlib.suppress(Exception), on(device), torch.no_grad(), compiling():
+            case.mine()
+
+    with ThreadPoolExecutor(min(len(cases), os.cpu_count() or 1)) as pool:
+        list(pool.map(one, cases))
