@@ -22,6 +22,8 @@ SHAPES = {
     "qwen2 0.5B": (896, 4864, 14, 2, 64), "qwen3 4B": (2560, 9728, 32, 8, 128), "qwen3 8B": (4096, 12288, 32, 8, 128),
 }  # fmt: skip
 
+LONG = ("qwen2 0.5B", "qwen3 4B", "qwen3 8B")
+
 
 def config_of(shape: str) -> DecoderConfig:
     wide, inner, heads, kv_heads, dim = SHAPES[shape]
@@ -57,6 +59,9 @@ def test_every_product_of_a_layer_is_as_near_to_fp64_as_its_dtype_allows(
 ) -> None:
     config = config_of(shape)
     made = products_for(DEVICE, dtype, config, rows=rows, early=True)
+    if rows > 1 and dtype != torch.float32 and shape in LONG:
+        assert made == "of more than one row, with sums this long, cuBLAS makes them faster"
+        return
     assert isinstance(made, Products), made
     wide, inner, heads, kv_heads, dim = SHAPES[shape]
     draws = Draws(DEVICE, dtype, config.rms_norm_eps)

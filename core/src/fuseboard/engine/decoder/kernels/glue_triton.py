@@ -5,7 +5,7 @@ so that what is left to differ is the order in which a norm's squares are added,
 
 With `EARLY` a kernel begins while the one before it in the stream still runs (CUDA's programmatic dependent launch,
 https://docs.nvidia.com/cuda/cuda-c-programming-guide/#programmatic-dependent-launch-and-synchronization). What it reads
-until `gdc_wait` are weights, and positions with their cosines and sines, which are written between steps alone, where
+until it waits are weights, and positions with their cosines and sines, which are written between steps alone, where
 ordinary kernels stand; nothing else is read, and nothing written, before the kernel before has ended.
 """
 
@@ -21,10 +21,44 @@ triton: Any = importlib.import_module("triton")
 tl: Any = importlib.import_module("triton.language")
 cuda: Any = importlib.import_module("triton.language.extra.cuda")
 
-__all__ = ["LAUNCHES_EARLY", "add_norm", "added", "embed", "gated", "lengths", "put_heads", "scaled", "silu_mul"]
+__all__ = [
+    "LAUNCHES_EARLY",
+    "add_norm",
+    "added",
+    "embed",
+    "gated",
+    "lengths",
+    "let_next_begin",
+    "put_heads",
+    "scaled",
+    "silu_mul",
+    "wait_for_last",
+]
 
 LAUNCHES_EARLY = hasattr(cuda, "gdc_wait")
 """Whether this Triton knows of it."""
+
+if LAUNCHES_EARLY:
+
+    @triton.jit
+    def let_next_begin(EARLY: tl.constexpr):
+        if EARLY:
+            cuda.gdc_launch_dependents()
+
+    @triton.jit
+    def wait_for_last(EARLY: tl.constexpr):
+        if EARLY:
+            cuda.gdc_wait()
+
+else:  # where it does not, a kernel that mentions it does not compile
+
+    @triton.jit
+    def let_next_begin(EARLY: tl.constexpr):
+        pass
+
+    @triton.jit
+    def wait_for_last(EARLY: tl.constexpr):
+        pass
 
 
 @triton.jit
@@ -74,9 +108,8 @@ def add_norm(
     at = tl.arange(0, BLOCK)
     real = at < size
     w = tl.load(weight + at, mask=real, other=0.0)
-    if EARLY:
-        cuda.gdc_launch_dependents()
-        cuda.gdc_wait()
+    let_next_begin(EARLY)
+    wait_for_last(EARLY)
     x = tl.load(hidden + row * size + at, mask=real, other=0.0)
     if ADD:
         more = tl.load(delta + row * size + at, mask=real, other=0.0)
@@ -93,8 +126,7 @@ def put_heads(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    if EARLY:
-        cuda.gdc_launch_dependents()
+    let_next_begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     at = tl.arange(0, BLOCK)
@@ -108,8 +140,7 @@ def put_heads(
         weight = q_weight if head < HEADS else k_weight
         w = tl.load(weight + at, mask=real, other=0.0)
         w_half = tl.load(weight + half, mask=real, other=0.0)
-    if EARLY:
-        cuda.gdc_wait()
+    wait_for_last(EARLY)
     source = qkv + (row * (HEADS + 2 * KV_HEADS) + head) * DIM
     x = tl.load(source + at, mask=real, other=0.0)
     if head >= HEADS + KV_HEADS:
@@ -131,9 +162,8 @@ def put_heads(
 
 @triton.jit
 def silu_mul(gate_up, out, size, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    if EARLY:
-        cuda.gdc_launch_dependents()
-        cuda.gdc_wait()
+    let_next_begin(EARLY)
+    wait_for_last(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = at < size

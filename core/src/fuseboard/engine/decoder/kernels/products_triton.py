@@ -1,15 +1,24 @@
 """The Triton kernels of `products`. Importing this imports Triton.
 
-They round where torch's kernels round, and sum in fp32. For `EARLY` see `glue_triton`: until `gdc_wait` nothing is read
+They round where torch's kernels round, and sum in fp32. For `EARLY` see `glue_triton`: until it waits nothing is read
 but weights, and nothing is written.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, misc"
-# ruff: noqa: ANN001, ANN201, C901, D103, N803, N806, PLR0912, PLR0915, PLR2004 - what is chosen is chosen as it compiles
+# ruff: noqa: ANN001, ANN201, C901, D103, N803, N806, PLR2004 - what is chosen is chosen as it compiles
 
 from __future__ import annotations
 
-from fuseboard.engine.decoder.kernels.glue_triton import LAUNCHES_EARLY, added, cuda, gated, scaled, tl, triton
+from fuseboard.engine.decoder.kernels.glue_triton import (
+    LAUNCHES_EARLY,
+    added,
+    gated,
+    let_next_begin,
+    scaled,
+    tl,
+    triton,
+    wait_for_last,
+)
 
 __all__ = ["LAUNCHES_EARLY", "MULTIPLIES_EIGHT", "one_by_one", "tiled"]
 
@@ -22,8 +31,7 @@ def one_by_one(
     x, norm, weight, bias, add, out, wide, tall, eps, ROWS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
     ADD: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    if EARLY:
-        cuda.gdc_launch_dependents()
+    let_next_begin(EARLY)
     # All of a few output columns' weights at once, so that enough loads are under way to keep memory busy.
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     k = tl.arange(0, WIDE)
@@ -35,8 +43,7 @@ def one_by_one(
         upper = tl.load(weight + tl.cast(tall, tl.int64) * wide + place, mask=inside, other=0.0)
     if NORM:
         weights = tl.load(norm + k, mask=real, other=0.0)
-    if EARLY:  # by now the weights are on their way
-        cuda.gdc_wait()
+    wait_for_last(EARLY)  # by now the weights are on their way
     for row in tl.static_range(ROWS):
         v = tl.load(x + row * wide + k, mask=real, other=0.0)
         if NORM:
@@ -58,10 +65,9 @@ def one_by_one(
 def tiled(
     x, norm, weight, bias, add, out, wide, tall, eps, rows, NORM: tl.constexpr, GATED: tl.constexpr,
     ADD: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr, DEEP: tl.constexpr,
-    CHUNKS: tl.constexpr, HELD: tl.constexpr, PADDED: tl.constexpr, EARLY: tl.constexpr,
+    CHUNKS: tl.constexpr, PADDED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    if EARLY:
-        cuda.gdc_launch_dependents()
+    let_next_begin(EARLY)
     # (warp, row or column, what is added up): a dot of three axes gives each warp a share of the sum, where one of two
     # would give all warps the same few rows and columns.
     SPAN: tl.constexpr = WARPS * DEEP
@@ -71,49 +77,30 @@ def tiled(
     down, k = share + tl.arange(0, DEEP)[None, :, None], share + tl.arange(0, DEEP)[None, None, :]
     kept, real = (n < tall)[None, None, :], (m < rows)[None, :, None]
     lower = weight + n.to(tl.int64)[None, None, :] * wide + down
-    upper = lower + tl.cast(tall, tl.int64) * wide
     mine = x + m[None, :, None] * wide + k
-    # What is loaded here is on its way while the kernel before still runs.
+    # All weights are on their way, or there, while the kernel before still runs.
     first = tl.load(lower, mask=kept & (down < wide), other=0.0)
-    if GATED:
-        first_up = tl.load(upper, mask=kept & (down < wide), other=0.0)
-    if HELD > 1:
+    if CHUNKS > 1:
         second = tl.load(lower + SPAN, mask=kept & (down + SPAN < wide), other=0.0)
-    if HELD > 2:
+    if CHUNKS > 2:
         third = tl.load(lower + 2 * SPAN, mask=kept & (down + 2 * SPAN < wide), other=0.0)
-    if NORM and CHUNKS == 1:
-        weights = tl.load(norm + k, mask=k < wide, other=0.0)
-    if EARLY:
-        cuda.gdc_wait()
+    if GATED:
+        upper = tl.load(lower + tl.cast(tall, tl.int64) * wide, mask=kept & (down < wide), other=0.0)
     if NORM:
-        squares = tl.zeros((PADDED,), tl.float32)
-        for chunk in tl.static_range(CHUNKS):
-            at = chunk * SPAN
-            long = tl.load(mine + at, mask=real & (k + at < wide), other=0.0).to(tl.float32)
-            squares += tl.sum(tl.sum(long * long, axis=2), axis=0)
-        scale = (1.0 / tl.sqrt(squares / wide + eps))[None, :, None]
-    y = tl.zeros((WARPS, PADDED, BLOCK), tl.float32)
-    up = y
-    for chunk in tl.static_range(CHUNKS):
-        at = chunk * SPAN
-        v = tl.load(mine + at, mask=real & (k + at < wide), other=0.0)
-        if NORM:
-            if CHUNKS > 1:
-                weights = tl.load(norm + k + at, mask=k + at < wide, other=0.0)
-            v = scaled(v, scale, weights)
-        if chunk == 0:
-            w = first
-        elif chunk == 1 and HELD > 1:
-            w = second
-        elif chunk == 2 and HELD > 2:
-            w = third
-        else:
-            w = tl.load(lower + at, mask=kept & (down + at < wide), other=0.0)
-        y = tl.dot(v, w, y)
-        if GATED:
-            if chunk > 0:
-                first_up = tl.load(upper + at, mask=kept & (down + at < wide), other=0.0)
-            up = tl.dot(v, first_up, up)
+        weights = tl.load(norm + k, mask=k < wide, other=0.0)
+    wait_for_last(EARLY)
+    v = tl.load(mine, mask=real & (k < wide), other=0.0)
+    if NORM:
+        long = v.to(tl.float32)
+        squares = tl.sum(tl.sum(long * long, axis=2), axis=0)
+        v = scaled(v, (1.0 / tl.sqrt(squares / wide + eps))[None, :, None], weights)
+    y = tl.dot(v, first)
+    if GATED:
+        up = tl.dot(v, upper)
+    if CHUNKS > 1:
+        y = tl.dot(tl.load(mine + SPAN, mask=real & (k + SPAN < wide), other=0.0), second, y)
+    if CHUNKS > 2:
+        y = tl.dot(tl.load(mine + 2 * SPAN, mask=real & (k + 2 * SPAN < wide), other=0.0), third, y)
     y = tl.sum(y, axis=0)
     if BIAS:
         y += tl.load(bias + n, mask=n < tall, other=0.0).to(tl.float32)[None, :]
