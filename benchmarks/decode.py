@@ -381,7 +381,7 @@ def table(result: dict[str, Any]) -> str:
     parts = [
         "# A token on the GPU",
         "Written by `benchmarks/decode.py`: Qwen3-0.6B's shape, random weights, greedy.",
-        f"{facts}; {result['rounds']} rounds; {shown}.",
+        f"{facts}; {_rounds(result)}; {shown}.",
         f"Floor: {result['weights_gb']} GB of weights at {result['bandwidth_tb_s']} TB/s are {result['floor_ms']} ms.",
     ]
     head = ("batch, variant", "ms a token", "x floor", "device ms", "launches", "start s", "same ids")
@@ -395,6 +395,13 @@ def table(result: dict[str, Any]) -> str:
             cells = (_shown(each.get(name)) for name in ("ms", "times_floor", "device_ms", "launches", "start_seconds"))
             lines.append((f"{batch}: {each['name']}", *cells, ids))
     return "\n\n".join([*parts, f"```text\n{aligned(head, lines)}\n```"]) + "\n"
+
+
+def _rounds(result: dict[str, Any]) -> str:
+    """How often the variants were timed, which the time there was decides."""
+    counts = sorted({len(each["ms_all"]) for rows in result["batches"].values() for each in rows if "ms_all" in each})
+    said = " to ".join(str(each) for each in dict.fromkeys((counts[0], counts[-1]))) if counts else "0"
+    return f"{said} timed run{'s' if said != '1' else ''} of each"
 
 
 def _shown(value: float | None) -> str:

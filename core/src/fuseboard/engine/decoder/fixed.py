@@ -61,16 +61,21 @@ class Part:
     Attributes:
         window: What its layers see at most; None for everything.
         size: How many slots.
-        keys: `(layers, batch, kv_heads, size, head_dim)`.
-        values: Likewise.
+        both: Keys and values, `(2, layers, batch, kv_heads, size, head_dim)`.
         slots: Int32 `(size,)`, 0, 1, ….
+        keys: The first of both.
+        values: The second.
     """
 
     window: int | None
     size: int
-    keys: Tensor
-    values: Tensor
+    both: Tensor
     slots: Tensor
+    keys: Tensor = attrs.field(init=False)
+    values: Tensor = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.keys, self.values = self.both[0], self.both[1]
 
     @classmethod
     def made(
@@ -80,7 +85,7 @@ class Part:
         """Zeros: a key that a mask hides must be a number still."""
         size = capacity if window is None else min(window, capacity)
         both = torch.zeros(2, layers, batch, heads[0], size, heads[1], dtype=dtype, device=device)
-        return cls(window, size, both[0], both[1], torch.arange(size, dtype=torch.int32, device=device))
+        return cls(window, size, both, torch.arange(size, dtype=torch.int32, device=device))
 
     def given(self, positions: Tensor, glue: Glue | None = None) -> Given:
         """What attention is told when the next token of each row is at these positions."""
@@ -161,7 +166,7 @@ class FixedCache:
     @property
     def nbytes(self) -> int:
         """How much memory the keys and values take."""
-        return sum(each.keys.nbytes + each.values.nbytes for each in self.parts.values())
+        return sum(each.both.nbytes for each in self.parts.values())
 
     @torch.no_grad()
     def fill(self, decoder: QwenDecoder, cache: KVCache) -> None:
@@ -190,8 +195,7 @@ class FixedCache:
             self.positions.copy_(counts)
             self.length = cache.length if real is None else cache.longest(0)
             for kind, part in self.parts.items():
-                part.keys.zero_()
-                part.values.zero_()
+                part.both.zero_()
                 layers = [layer for layer, each in enumerate(decoder.config.layer_types) if each == kind]
                 kept = cache.kept(part.window)
                 if not kept:
@@ -201,8 +205,7 @@ class FixedCache:
                     order = (~seen[:, cache.length - kept :]).to(torch.uint8).argsort(dim=-1, stable=True)
                 place = self._places(part, kept, counts, seen)
                 for index, layer in enumerate(layers):
-                    for mine, theirs in zip((part.keys[index], part.values[index]), cache.held(layer), strict=True):
-                        _copy(mine, theirs, order, place)
+                    _copy(part.both[:, index], cache.held(layer), order, place)
 
     def _places(self, part: Part, kept: int, counts: Tensor, seen: Tensor | None) -> Tensor | None:
         """For a ring that has come round: the slot of each of the tokens kept, `(batch, kept)`."""
@@ -218,8 +221,7 @@ class FixedCache:
         larger = FixedCache(decoder, self.batch, 2 * self.capacity)  # if there is no memory, this one stays as it is
         with torch.inference_mode(mode=False), torch.no_grad():
             for kind, part in larger.parts.items():
-                part.keys[:, :, :, : self.parts[kind].size] = self.parts[kind].keys
-                part.values[:, :, :, : self.parts[kind].size] = self.parts[kind].values
+                part.both[..., : self.parts[kind].size, :] = self.parts[kind].both
         self.capacity, self.parts, self._stretched = larger.capacity, larger.parts, False
         self.cos, self.sin = larger.cos, larger.sin
 
@@ -241,13 +243,13 @@ class FixedCache:
 
 
 def _copy(mine: Tensor, theirs: Tensor, order: Tensor | None, place: Tensor | None) -> None:
-    """One layer's kept tokens, `(batch, kv_heads, kept, head_dim)`, into its buffer."""
+    """One layer's kept tokens, `(2, batch, kv_heads, kept, head_dim)`, into its buffer."""
     if order is not None:
-        theirs = theirs.gather(2, order[:, None, :, None].expand(theirs.shape))
+        theirs = theirs.gather(3, order[None, :, None, :, None].expand(theirs.shape))
     if place is None:
-        mine[:, :, : theirs.shape[2]] = theirs
+        mine[:, :, :, : theirs.shape[3]] = theirs
     else:
-        mine.scatter_(2, place[:, None, :, None].expand(theirs.shape), theirs)
+        mine.scatter_(3, place[None, :, None, :, None].expand(theirs.shape), theirs)
 
 
 def fits(decoder: QwenDecoder) -> tuple[object, ...]:

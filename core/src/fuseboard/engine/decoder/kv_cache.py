@@ -197,12 +197,11 @@ class KVCache:
         held = self._layers[layer]
         return held.put(k, v, as_one(k, v) if both is None else both, self.kept(held.window))
 
-    def held(self, layer: int) -> tuple[Tensor, Tensor]:
-        """The keys and values that a layer still attends to: views, `(batch, kv_heads, kept, head_dim)`."""
+    def held(self, layer: int) -> Tensor:
+        """The keys and values that a layer still attends to: a view, `(2, batch, kv_heads, kept, head_dim)`."""
         held = self._layers[layer]
         kept = self.kept(held.window)
-        keys, values = held.both.narrow(3, held.stop - kept, kept).unbind(0)
-        return keys, values
+        return held.both.narrow(3, held.stop - kept, kept)
 
     def release(self) -> None:
         """Let go of its memory. It is of no use any more."""
