@@ -235,3 +235,19 @@ def test_a_kernel_that_does_not_compile_says_so_where_it_is_launched() -> None:
     draws = Draws(CPU, torch.float32, 1e-6)
     with pytest.raises(RuntimeError, match="no compiler"):
         differing([_case("one", _Kernel(broken=True), 2.0)], draws, interpreted=False)
+
+
+@pytest.mark.slow
+@INTERPRETED
+def test_a_trial_that_finds_no_memory_leaves_the_decoder_its_other_kernels() -> None:
+    found = interpreted(
+        """
+class Full(Draws):
+    def linear(self, *sizes, **given):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+room.Draws = Full
+print(products_for(torch.device("cpu"), torch.float16, DecoderConfig.of(SHAPE), rows=2, early=False))
+"""
+    )
+    assert found == "too little memory is free to try its kernels\n"

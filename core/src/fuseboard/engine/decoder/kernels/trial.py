@@ -44,7 +44,10 @@ def tried(name: str, device: torch.device, trial: Callable[[Any, bool], _Made | 
         with on(device), torch.inference_mode(mode=False), torch.no_grad():
             return trial(kernels, interpreted)
     except Exception as error:
-        if classify(error) is not Meaning.BROKEN:
+        meaning = classify(error)
+        if meaning is Meaning.OUT_OF_MEMORY:  # the decoder may well go on without them
+            return "too little memory is free to try its kernels"
+        if meaning is not Meaning.BROKEN:
             raise
         return f"its kernels failed: {first_line(error)}"
 
@@ -75,7 +78,7 @@ class Draws:
 
     def numbers(self, *shape: int) -> Tensor:
         """Of a normal distribution."""
-        return torch.randn(shape, generator=self.generator, device=self.device, dtype=torch.float32).to(self.dtype)
+        return torch.randn(shape, generator=self.generator, device=self.device, dtype=self.dtype)
 
     def norm(self, size: int) -> RMSNorm:
         """With random weights."""
@@ -86,7 +89,7 @@ class Draws:
     def linear(self, wide: int, tall: int, *, bias: bool = False) -> nn.Linear:
         """One that leaves numbers as large as they were."""
         linear = nn.Linear(wide, tall, bias=bias, device="meta")
-        linear.weight = nn.Parameter(self.numbers(tall, wide) / wide**0.5, requires_grad=False)
+        linear.weight = nn.Parameter(self.numbers(tall, wide).div_(wide**0.5), requires_grad=False)
         if bias:
             linear.bias = nn.Parameter(self.numbers(tall), requires_grad=False)
         return linear
