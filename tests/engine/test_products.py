@@ -100,7 +100,7 @@ def test_every_tile_gives_the_formula_s_numbers() -> None:
 import attrs
 made = products_for(torch.device("cpu"), torch.float16, DecoderConfig.of(SHAPE), rows=5, early=False)
 seen, worst = set(), 0.0
-for shared in (101376, 232448):
+for shared in (101376, 262144):  # the larger also with 16 rows, which older Tritons take at least
     one = attrs.evolve(made, shared=shared)
     for wide, tall, case in (
         (600, 24, {"norm": True}), (600, 24, {"norm": True, "gated": True}), (1024, 2048, {"norm": True}),
