@@ -1150,6 +1150,7 @@ def test_arguments_that_cannot_be_right_are_refused(pair):
         (lambda: decoder(embeds=[[1.0]]), "embeds is a list; expected a tensor"),
         (lambda: decoder(embeds=torch.zeros(1, 0, 64)), r"embeds is torch.float32 \(1, 0, 64\)"),
         (lambda: decoder(embeds=torch.zeros(1, 2, 64, device="meta")), "embeds is on meta; expected it on cpu"),
+        (lambda: decoder(torch.ones(1, 2, dtype=torch.int64, device="meta")), "ids is on meta; expected it on cpu"),
         (lambda: decoder.stream(ids, max_new_tokens=1, eos=2.5), "eos is 2.5; expected an id, an int, or several"),
         (lambda: decoder.stream(ids, max_new_tokens=1, eos=[2.7]), r"eos is \[2.7\]; expected an id"),
         (lambda: decoder.stream(ids, max_new_tokens=1, eos="x"), "eos is 'x'; expected an id"),

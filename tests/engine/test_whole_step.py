@@ -260,6 +260,8 @@ def test_ids_of_another_shape_and_caches_of_other_rows_are_errors() -> None:
         fixed = decoder.fixed(cache)
         with pytest.raises(fb.InputError, match=r"ids has shape \(1, 1\); a step takes one token a row, \(2, 1\)"):
             decoder.step(torch.ones(1, 1, dtype=torch.int64), fixed)
+        with pytest.raises(fb.InputError, match="ids is on meta; expected it on cpu, where the decoder is"):
+            decoder.step(torch.ones(2, 1, dtype=torch.int64, device="meta"), fixed)
         other = decoder.cache(1)
         with pytest.raises(fb.InputError, match="it has 1 rows, and the fixed one 2"):
             fixed.fill(decoder, other)

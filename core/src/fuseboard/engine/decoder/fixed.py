@@ -267,7 +267,7 @@ def check(decoder: QwenDecoder, ids: Tensor, cache: FixedCache) -> None:
     Raises:
         InputError: They cannot.
     """
-    check_ids(ids)
+    check_ids(ids, decoder.device)
     if not isinstance(cache, FixedCache):
         msg = f"cache is a {type(cache).__name__}; expected one from fixed()."
         raise InputError("cache", msg)

@@ -134,15 +134,22 @@ def check_range(what: str, argument: str, ids: Tensor, vocab: int) -> None:
             raise InputError(argument, msg)
 
 
-def check_ids(ids: Tensor) -> None:
+def check_ids(ids: Tensor, device: torch.device | None = None) -> None:
     """Raise unless these are ids.
 
+    Args:
+        ids: Whatever was given.
+        device: Where they have to be; None for anywhere.
+
     Raises:
-        InputError: They are not.
+        InputError: They are not, or are elsewhere.
     """
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32) or 0 in ids.shape:  # noqa: PLR2004
         shown = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
         msg = f"ids is {shown}; expected a tensor, int64 (batch, length), neither of them 0."
+        raise InputError("ids", msg)
+    if device is not None and ids.device != device:
+        msg = f"ids is on {ids.device}; expected it on {device}, where the decoder is."
         raise InputError("ids", msg)
 
 

@@ -522,7 +522,7 @@ class QwenDecoder(Loading):
             self._check_embeds(embeds)
             return embeds
         assert ids is not None
-        check_ids(ids)
+        check_ids(ids, self.device)
         return self.embedded(ids)
 
     def _check_embeds(self, embeds: Tensor) -> None:
