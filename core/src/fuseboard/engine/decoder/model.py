@@ -124,8 +124,8 @@ class QwenDecoder(Loading):
             glue: Also make norms, rotation and gate three Triton kernels a layer in steps over a fixed cache, where a
                 trial on the device finds them right; `report()["glue"]` says what became of it.
             products: With the glue, also make the layers' matrix products of few rows, up to 16 in a 16-bit dtype and
-                up to 3 in float32, by Triton kernels that have norm, gate and residual inside; of more, cuBLAS is
-                faster. `report()["products"]` says what became of it.
+                up to 3 in float32, by Triton kernels that have norm, gate and residual inside; of more, and of more
+                than one in wide models, cuBLAS is faster. `report()["products"]` says what became of it.
 
         Raises:
             RuntimeError: It is being trained, its weights want gradients, or no weights are loaded.
