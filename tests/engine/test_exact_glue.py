@@ -112,6 +112,30 @@ print("equal")
 
 @pytest.mark.slow
 @INTERPRETED
+def test_weights_that_are_not_row_after_row_give_the_same_bits() -> None:
+    found = run(
+        """
+strided, plain = QwenDecoder(SHAPE), made()
+strided.load({
+    name: torch.stack([each] * 2, -1)[..., 0] if each.dim() == 1 else each for name, each in plain.named_parameters()
+})
+plain.exact_glue = False
+ids, mask = prompts()
+logits = []
+for decoder in (strided, plain):
+    with torch.no_grad():
+        cache = decoder.cache(2, attention_mask=mask)
+        decoder(ids, cache=cache)
+        logits.append(decoder(ids[:, :1], cache=cache))
+assert "rotated" in launched and not strided.model.layers[0].self_attn.q_norm.weight.is_contiguous()
+print(torch.equal(*logits))
+"""
+    )
+    assert found == "True\n"
+
+
+@pytest.mark.slow
+@INTERPRETED
 def test_a_default_device_of_the_caller_s_moves_no_trial() -> None:
     found = run(
         """

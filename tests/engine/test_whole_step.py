@@ -500,7 +500,7 @@ def test_glue_is_not_asked_for_by_itself_and_says_why_it_is_not_used() -> None:
 
 GLUED = """
 import torch
-from tests_whole_step import LENGTH, SHAPES, made, prompts
+from tests_whole_step import LENGTH, SHAPES, QwenDecoder, made, prompts
 from fuseboard.engine.decoder.kernels.glue import Glue
 from fuseboard.engine.decoder.kernels.products import Products
 
@@ -519,6 +519,21 @@ for dtype, products in ((torch.float32, True), (torch.float16, False), (torch.fl
                 logits, found = plain.step(ids, theirs), glued.step(ids, mine)
                 near = 1e-4 if dtype == torch.float32 else 0.05 * float(logits.float().std())
                 torch.testing.assert_close(found, logits, rtol=0, atol=near)
+
+plain, glued = made(torch.float32).fuse(), QwenDecoder(made().config)
+glued.load({
+    name: torch.stack([each] * 2, -1)[..., 0] if each.dim() == 1 else each.t().contiguous().t()
+    for name, each in made(torch.float32).named_parameters()
+})
+glued.fuse(products=True)
+ids, mask = prompts((0,))
+with torch.no_grad():
+    caches = [each.cache(1) for each in (plain, glued)]
+    for each, cache in zip((plain, glued), caches):
+        each(ids, cache=cache)
+    theirs, mine = (each.step(ids[:, :1], each.fixed(cache)) for each, cache in zip((plain, glued), caches))
+assert isinstance(glued.products(1), Products) and isinstance(glued.glue, Glue)
+torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4)
 
 unknown = made(torch.float32).fuse(glue=True)
 hidden = unknown.glue.embed(torch.tensor([[1], [10**6], [-1]]), unknown.model.embed_tokens)

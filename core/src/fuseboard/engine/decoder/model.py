@@ -145,9 +145,19 @@ class QwenDecoder(Loading):
             self._drop_whole()
         asked = (self._glue[0] or glue or products, self._glue[1] or products)
         if asked != self._glue:
+            self._lay_out()
             self._glue = asked
             self._drop_whole()
         return self
+
+    def _lay_out(self) -> None:
+        """Weights row after row, as the glue's kernels read them: those that came transposed are copied."""
+        with torch.inference_mode(mode=False), torch.no_grad():
+            for module in self.modules():
+                for name, each in list(module.named_parameters(recurse=False)):
+                    if not each.is_contiguous():
+                        setattr(module, name, nn.Parameter(each.detach().contiguous(), requires_grad=False))
+        self._tie()
 
     def _for_inference(self, what: str) -> None:
         if self.training or any(each.requires_grad for each in self.parameters()):

@@ -134,6 +134,8 @@ class ExactGlue:
         k_out, v_out = k.new_empty(2, batch, 1, kv_heads, dim).unbind(0)
         if cos.stride(-1) != 1 or cos.stride() != sin.stride():
             cos, sin = cos.contiguous(), sin.contiguous()
+        if weights is not None:
+            weights = (weights[0].contiguous(), weights[1].contiguous())
         self._rotated(
             (batch, heads + 2 * kv_heads), q, k, v, *((q, k) if weights is None else weights), cos, sin, q_out, k_out,
             v_out, q.stride(0), k.stride(0), v.stride(0), cos.stride(0) if cos.shape[0] > 1 else 0, q_out.stride(0),
