@@ -503,6 +503,7 @@ import torch
 from tests_whole_step import LENGTH, SHAPES, QwenDecoder, made, prompts
 from fuseboard.engine.decoder.kernels.glue import Glue
 from fuseboard.engine.decoder.kernels.products import Products
+from fuseboard.engine.decoder.layers import Layer
 
 for dtype, products in ((torch.float32, True), (torch.float16, False), (torch.float16, True)):
     for name in ("qwen2", "sliding after the first"):
@@ -533,6 +534,17 @@ with torch.no_grad():
         each(ids, cache=cache)
     theirs, mine = (each.step(ids[:, :1], each.fixed(cache)) for each, cache in zip((plain, glued), caches))
 assert isinstance(glued.products(1), Products) and isinstance(glued.glue, Glue)
+torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4)
+
+attend = Layer.attend
+Layer.attend = lambda *given: torch.cat([attend(*given)] * 2, dim=-1)[..., :glued.config.num_attention_heads * 16]
+ids, mask = prompts((0, 3))
+with torch.no_grad():
+    caches = [each.cache(2, attention_mask=mask) for each in (plain, glued)]
+    for each, cache in zip((plain, glued), caches):
+        each(ids, cache=cache)
+    theirs, mine = (each.step(ids[:, :1], each.fixed(cache)) for each, cache in zip((plain, glued), caches))
+Layer.attend = attend
 torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4)
 
 unknown = made(torch.float32).fuse(glue=True)

@@ -338,7 +338,8 @@ def _multiplied(decoder: QwenDecoder, ids: Tensor, cache: FixedCache, glue: Glue
         qkv = products(hidden, part.qkv_proj, norm=layer.input_layernorm)
         q = glue.put_heads(qkv, part, place, own, turn)
         attended = layer.attend(q, place.keys[own], place.values[own], given[layer.kind])
-        hidden = products(attended.view(batch, -1), part.o_proj, add=hidden)
+        # A backend's answer may be a part of something larger, with a gap after each row.
+        hidden = products(attended.view(batch, -1).contiguous(), part.o_proj, add=hidden)
         inner = products(hidden, layer.mlp.gate_up_proj, norm=layer.post_attention_layernorm, gated=True)
         hidden = products(inner, layer.mlp.down_proj, add=hidden)
     # The head has so many weights that only memory takes time, and cuBLAS is as fast as that.
