@@ -547,6 +547,16 @@ with torch.no_grad():
 Layer.attend = attend
 torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4)
 
+for each in (plain, glued):
+    each.model.layers[1].mlp.down_proj.register_forward_hook(lambda _module, _given, out: out * 2)
+    each.model.embed_tokens.register_forward_hook(lambda _module, _given, out: out * 3)
+with torch.no_grad():
+    theirs, mine = (each.step(ids[:, 1:2], each.fixed(cache)) for each, cache in zip((plain, glued), caches))
+torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4)
+assert glued.report()["products"] == dict.fromkeys(
+    "12", "model.layers.1.mlp.down_proj is a Linear, or has hooks: it is called as it is"
+), glued.report()["products"]
+
 unknown = made(torch.float32).fuse(glue=True)
 hidden = unknown.glue.embed(torch.tensor([[1], [10**6], [-1]]), unknown.model.embed_tokens)
 assert hidden.isnan().all(1).tolist() == [False, True, True], hidden

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 import attrs
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fuseboard.engine.decoder.generation import check_ids
 from fuseboard.engine.decoder.kernels.glue import Glue, Turn
 from fuseboard.engine.decoder.kernels.launch import on
 from fuseboard.engine.decoder.kernels.products import Products
-from fuseboard.engine.decoder.layers import Given
+from fuseboard.engine.decoder.layers import Given, untouched
 from fuseboard.errors import InputError
 from fuseboard.masks import MaskInfo
 
@@ -311,9 +311,16 @@ def _plain(decoder: QwenDecoder, ids: Tensor, cache: FixedCache) -> Tensor:
     return decoder.end(decoder.normalised(hidden, delta), normalised=True)
 
 
+def _embedded(decoder: QwenDecoder, ids: Tensor, glue: Glue) -> Tensor:
+    embedding = decoder.model.embed_tokens
+    if untouched(embedding, nn.Embedding):
+        return glue.embed(ids, embedding)
+    return decoder.embedded(ids).view(len(ids), -1)
+
+
 def _glued(decoder: QwenDecoder, ids: Tensor, cache: FixedCache, glue: Glue) -> Tensor:
     batch = cache.batch
-    hidden = glue.embed(ids, decoder.model.embed_tokens)
+    hidden = _embedded(decoder, ids, glue)
     turn = Turn(cache.positions, cache.cos, cache.sin)
     given = {kind: part.given(cache.positions, glue) for kind, part in cache.parts.items()}
     delta: Tensor | None = None
@@ -330,7 +337,7 @@ def _glued(decoder: QwenDecoder, ids: Tensor, cache: FixedCache, glue: Glue) -> 
 
 def _multiplied(decoder: QwenDecoder, ids: Tensor, cache: FixedCache, glue: Glue, products: Products) -> Tensor:
     batch = cache.batch
-    hidden = glue.embed(ids, decoder.model.embed_tokens)
+    hidden = _embedded(decoder, ids, glue)
     turn = Turn(cache.positions, cache.cos, cache.sin)
     given = {kind: part.given(cache.positions, glue) for kind, part in cache.parts.items()}
     for index, layer in decoder.visited():

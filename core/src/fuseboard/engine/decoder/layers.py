@@ -21,7 +21,7 @@ from fuseboard.site import Site
 if TYPE_CHECKING:
     from fuseboard.engine.decoder.kernels.exact import ExactGlue
 
-__all__ = ["FULL", "SITES", "SLIDING", "Given", "Layer", "packs_queries", "reference"]
+__all__ = ["FULL", "SITES", "SLIDING", "Given", "Layer", "packs_queries", "reference", "untouched"]
 
 _GQA_HEAD_DIM = 256
 _SDPA = F.scaled_dot_product_attention
@@ -109,6 +109,11 @@ def _stacked(*parts: nn.Linear) -> nn.Linear:
     if parts[0].bias is not None:
         made.bias = nn.Parameter(torch.cat([each.bias.detach() for each in parts]), requires_grad=False)
     return made
+
+
+def untouched(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a module does what its weights say and no more: a kernel may then stand in for it."""
+    return type(module) is kind and not module._forward_hooks and not module._forward_pre_hooks
 
 
 class SelfAttention(nn.Module):

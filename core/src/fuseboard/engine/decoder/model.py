@@ -28,7 +28,7 @@ from fuseboard.engine.decoder.kernels.exact import ExactGlue, exact_for
 from fuseboard.engine.decoder.kernels.glue import Glue, glue_for
 from fuseboard.engine.decoder.kernels.products import Products, products_for
 from fuseboard.engine.decoder.kv_cache import KVCache, RealKeys
-from fuseboard.engine.decoder.layers import SITES, Given, Layer, packs_queries
+from fuseboard.engine.decoder.layers import SITES, Given, Layer, packs_queries, untouched
 from fuseboard.engine.decoder.loading import Loading
 from fuseboard.engine.decoder.norms import RMSNorm, fused_norm_exact
 from fuseboard.engine.decoder.rope import cos_sin, frequencies, signed
@@ -43,6 +43,9 @@ from fuseboard.masks import MaskInfo
 __all__ = ["Draw", "QwenDecoder", "Token"]
 
 _RESERVE = 256
+_LINEARS = (
+    ("self_attn", "qkv_proj"), ("self_attn", "o_proj"), ("mlp", "gate_up_proj"), ("mlp", "down_proj"),
+)  # fmt: skip
 _FORMS = (True, False, "step", "step-eager")
 
 
@@ -236,6 +239,12 @@ class QwenDecoder(Loading):
         if not self._glue[1]:
             return "not asked for"
         self._multiplied.add(rows)
+        for index, layer in self._layers():
+            for part, name in _LINEARS:
+                module = getattr(getattr(layer, part), name)
+                if not untouched(module, nn.Linear):
+                    what = f"{type(module).__name__}, or has hooks"
+                    return f"model.layers.{index}.{part}.{name} is a {what}: it is called as it is"
         return products_for(self.device, self.dtype, self.config, rows=rows, early=not self.streamed)
 
     @property
