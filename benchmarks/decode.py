@@ -399,9 +399,10 @@ def table(result: dict[str, Any]) -> str:
 
 def _rounds(result: dict[str, Any]) -> str:
     """How often the variants were timed, which the time there was decides."""
-    counts = sorted({len(each["ms_all"]) for rows in result["batches"].values() for each in rows if "ms_all" in each})
-    said = " to ".join(str(each) for each in dict.fromkeys((counts[0], counts[-1]))) if counts else "0"
-    return f"{said} timed run{'s' if said != '1' else ''} of each"
+    counts = {len(each["ms_all"]) for rows in result["batches"].values() for each in rows if "ms_all" in each} or {0}
+    least, most = min(counts), max(counts)
+    said = f"{most} timed run{'s' if most != 1 else ''} of each"
+    return said if least == most else f"{least} to {said}"
 
 
 def _shown(value: float | None) -> str:

@@ -288,10 +288,8 @@ def step(decoder: QwenDecoder, ids: Tensor, cache: FixedCache) -> Tensor:
     with on(decoder.device), decoder.one_pass():
         if not isinstance(glue, Glue):
             logits = _plain(decoder, ids, cache)
-        elif isinstance(products, Products):
-            logits = _multiplied(decoder, ids, cache, glue, products)
         else:
-            logits = _glued(decoder, ids, cache, glue)
+            logits = _glued(decoder, ids, cache, glue, products if isinstance(products, Products) else None)
         cache.positions.add_(1)
     return logits
 
@@ -318,37 +316,29 @@ def _embedded(decoder: QwenDecoder, ids: Tensor, glue: Glue) -> Tensor:
     return decoder.embedded(ids).view(len(ids), -1)
 
 
-def _glued(decoder: QwenDecoder, ids: Tensor, cache: FixedCache, glue: Glue) -> Tensor:
+def _glued(decoder: QwenDecoder, ids: Tensor, cache: FixedCache, glue: Glue, products: Products | None) -> Tensor:
     batch = cache.batch
     hidden = _embedded(decoder, ids, glue)
     turn = Turn(cache.positions, cache.cos, cache.sin)
     given = {kind: part.given(cache.positions, glue) for kind, part in cache.parts.items()}
     delta: Tensor | None = None
     for index, layer in decoder.visited():
-        part, place, own = layer.self_attn, cache.parts[layer.kind], cache.index[index]
-        hidden, x = glue.add_norm(hidden, delta, layer.input_layernorm)
-        q = glue.put_heads(part.qkv_proj(x), part, place, own, turn)
-        attended = layer.attend(q, place.keys[own], place.values[own], given[layer.kind])
-        hidden, x = glue.add_norm(hidden, part.o_proj(attended.view(batch, -1)), layer.post_attention_layernorm)
-        delta = layer.mlp.down_proj(glue.silu_mul(layer.mlp.gate_up_proj(x)))
-    x = glue.add_norm(hidden, delta, decoder.model.norm)[1]
-    return decoder.lm_head(x).view(batch, 1, -1)  # type: ignore[no-any-return]
-
-
-def _multiplied(decoder: QwenDecoder, ids: Tensor, cache: FixedCache, glue: Glue, products: Products) -> Tensor:
-    batch = cache.batch
-    hidden = _embedded(decoder, ids, glue)
-    turn = Turn(cache.positions, cache.cos, cache.sin)
-    given = {kind: part.given(cache.positions, glue) for kind, part in cache.parts.items()}
-    for index, layer in decoder.visited():
-        part, place, own = layer.self_attn, cache.parts[layer.kind], cache.index[index]
-        qkv = products(hidden, part.qkv_proj, norm=layer.input_layernorm)
+        part, mlp, place, own = layer.self_attn, layer.mlp, cache.parts[layer.kind], cache.index[index]
+        if products is not None:
+            qkv = products(hidden, part.qkv_proj, norm=layer.input_layernorm)
+        else:
+            hidden, x = glue.add_norm(hidden, delta, layer.input_layernorm)
+            qkv = part.qkv_proj(x)
         q = glue.put_heads(qkv, part, place, own, turn)
-        attended = layer.attend(q, place.keys[own], place.values[own], given[layer.kind])
-        # A backend's answer may be a part of something larger, with a gap after each row.
-        hidden = products(attended.view(batch, -1).contiguous(), part.o_proj, add=hidden)
-        inner = products(hidden, layer.mlp.gate_up_proj, norm=layer.post_attention_layernorm, gated=True)
-        hidden = products(inner, layer.mlp.down_proj, add=hidden)
-    # The head has so many weights that only memory takes time, and cuBLAS is as fast as that.
-    x = glue.add_norm(hidden, None, decoder.model.norm)[1]
+        attended = layer.attend(q, place.keys[own], place.values[own], given[layer.kind]).view(batch, -1)
+        if products is not None:
+            # A backend's answer may be a part of something larger, with a gap after each row.
+            hidden = products(attended.contiguous(), part.o_proj, add=hidden)
+            inner = products(hidden, mlp.gate_up_proj, norm=layer.post_attention_layernorm, gated=True)
+            hidden = products(inner, mlp.down_proj, add=hidden)
+        else:
+            hidden, x = glue.add_norm(hidden, part.o_proj(attended), layer.post_attention_layernorm)
+            delta = mlp.down_proj(glue.silu_mul(mlp.gate_up_proj(x)))
+    # Not by products: the head has so many weights that only memory takes time, and cuBLAS is as fast as that.
+    x = glue.add_norm(hidden, delta, decoder.model.norm)[1]
     return decoder.lm_head(x).view(batch, 1, -1)  # type: ignore[no-any-return]

@@ -191,7 +191,7 @@ def _norms(glue: Glue, draws: Draws, wide: int, inner: int) -> list[Case]:
     gate, up = gate_up.chunk(2, dim=-1)
 
     def formula(total: Tensor) -> tuple[Tensor, Tensor]:
-        return total, draws.normed(norm, total)
+        return total, norm(total)
 
     return [
         Case("norm", lambda: glue.add_norm(hidden, None, norm), lambda: formula(hidden)),
@@ -219,7 +219,7 @@ def _rotation(glue: Glue, draws: Draws, sizes: tuple[int, int, int], qk_norm: bo
     def formula() -> tuple[Tensor, ...]:
         q, k, v = torch.split(qkv.view(rows, 1, -1, dim), [heads, kv_heads, kv_heads], dim=2)
         if qk_norm:
-            q, k = draws.normed(part.q_norm, q), draws.normed(part.k_norm, k)
+            q, k = part.q_norm(q), part.k_norm(k)
         q, k = (rotate(x, cos[positions][:, None, None], sin[positions][:, None, None]) for x in (q, k))
         return q.transpose(1, 2), k[:, 0], v[:, 0]
 

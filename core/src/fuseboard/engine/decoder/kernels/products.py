@@ -231,7 +231,7 @@ def _cases(
     into, gates = draws.linear(wide, heads, bias=qkv_bias), draws.linear(wide, 2 * inner)
 
     def gated() -> tuple[Tensor, ...]:
-        gate, up = gates(draws.normed(norm, hidden)).chunk(2, dim=-1)
+        gate, up = gates(norm(hidden)).chunk(2, dim=-1)
         return (F.silu(gate) * up,)
 
     def added(name: str, size: int, bias: bool) -> Case:
@@ -241,7 +241,7 @@ def _cases(
     return [
         Case(
             "product after a norm", lambda: (products(hidden, into, norm=norm),),
-            lambda: (into(draws.normed(norm, hidden)),),
+            lambda: (into(norm(hidden)),),
         ),
         Case("gated product", lambda: (products(hidden, gates, norm=norm, gated=True),), gated),
         added("product of attention", attended, o_bias),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fuseboard.engine.decoder.kernels.launch import compiling, on
-from fuseboard.engine.decoder.norms import RMSNorm, upcast_norm
+from fuseboard.engine.decoder.norms import RMSNorm
 from fuseboard.failure import Meaning, classify
 from fuseboard.registry import first_line
 
@@ -81,7 +81,7 @@ class Draws:
         return torch.randn(shape, generator=self.generator, device=self.device, dtype=self.dtype)
 
     def norm(self, size: int) -> RMSNorm:
-        """With random weights."""
+        """With random weights; called, it is transformers' formula."""
         norm = RMSNorm(size, self.eps)
         norm.weight = nn.Parameter(self.numbers(size), requires_grad=False)
         return norm
@@ -93,10 +93,6 @@ class Draws:
         if bias:
             linear.bias = nn.Parameter(self.numbers(tall), requires_grad=False)
         return linear
-
-    def normed(self, norm: RMSNorm, x: Tensor) -> Tensor:
-        """The formula."""
-        return norm.weight * upcast_norm(x, self.eps)
 
     def near(self, mine: Tensor, theirs: Tensor) -> bool:
         """Equal but for the last bits."""
