@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
 import types
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,12 +18,9 @@ SHAPE = {
     "model_type": "qwen3", "vocab_size": 64, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
 }  # fmt: skip
-INTERPRETED = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
-def run(body: str) -> str:
-    """What a script prints in a process that has Triton's interpreter; fp16, since that rounds bfloat16 otherwise."""
-    begin = """
+BEGIN = """
 import copy, pickle, warnings
 import torch
 from fuseboard.engine.decoder import QwenDecoder
@@ -57,18 +50,16 @@ def prompts():
     mask[1, :4] = 0
     return ids, mask
 """
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", begin % SHAPE + body],
-        capture_output=True, text=True, timeout=300, env=environment, check=False, cwd=Path(__file__).parent,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+
+
+@pytest.fixture
+def run(interpreted: Callable[..., str]) -> Callable[[str], str]:
+    """Gives what a script prints, with a decoder at hand; fp16, since the interpreter rounds bfloat16 otherwise."""
+    return lambda body: interpreted(BEGIN % SHAPE + body)
 
 
 @pytest.mark.slow
-@INTERPRETED
-def test_steps_with_the_kernels_have_the_bits_of_steps_without() -> None:
+def test_steps_with_the_kernels_have_the_bits_of_steps_without(run: Callable[[str], str]) -> None:
     found = run(
         """
 for given in ({}, {"model_type": "qwen2"}, {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}):
@@ -111,8 +102,7 @@ print("equal")
 
 
 @pytest.mark.slow
-@INTERPRETED
-def test_weights_that_are_not_row_after_row_give_the_same_bits() -> None:
+def test_weights_that_are_not_row_after_row_give_the_same_bits(run: Callable[[str], str]) -> None:
     found = run(
         """
 strided, plain = QwenDecoder(SHAPE), made()
@@ -135,8 +125,7 @@ print(torch.equal(*logits))
 
 
 @pytest.mark.slow
-@INTERPRETED
-def test_a_default_device_of_the_caller_s_moves_no_trial() -> None:
+def test_a_default_device_of_the_caller_s_moves_no_trial(run: Callable[[str], str]) -> None:
     found = run(
         """
 from fuseboard.engine.decoder.kernels.glue import glue_for
@@ -152,8 +141,7 @@ print(*(products_for(cpu, torch.float16, config, rows=rows, early=False) for row
 
 
 @pytest.mark.slow
-@INTERPRETED
-def test_a_dtype_that_is_rounded_otherwise_is_refused_and_says_where() -> None:
+def test_a_dtype_that_is_rounded_otherwise_is_refused_and_says_where(run: Callable[[str], str]) -> None:
     found = run(
         """
 decoder = made(torch.bfloat16)
@@ -166,8 +154,7 @@ assert not any(module.exact for module in decoder.modules() if hasattr(module, "
 
 
 @pytest.mark.slow
-@INTERPRETED
-def test_whoever_watches_operations_or_wants_gradients_sees_torch_s() -> None:
+def test_whoever_watches_operations_or_wants_gradients_sees_torch_s(run: Callable[[str], str]) -> None:
     found = run(
         """
 from torch.utils._python_dispatch import TorchDispatchMode

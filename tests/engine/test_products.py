@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
+import inspect
 from collections.abc import Callable
 
 import pytest
@@ -25,6 +22,7 @@ SHAPE = {
 CPU = torch.device("cpu")
 
 HARNESS = """
+from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from fuseboard.engine.decoder.config import DecoderConfig
@@ -34,18 +32,7 @@ from fuseboard.engine.decoder.kernels.trial import Draws
 
 SHAPE = {shape}
 
-def wanted(x, linear, norm, gated, add):
-    x = x.double()
-    if norm is not None:
-        x = x * (x.pow(2).mean(-1, keepdim=True) + norm.eps).rsqrt() * norm.weight.double()
-    y = x @ linear.weight.double().T
-    if linear.bias is not None:
-        y = y + linear.bias.double()
-    if gated:
-        gate, up = y.chunk(2, dim=-1)
-        y = F.silu(gate) * up
-    return y if add is None else y + add.double()
-
+{wanted}
 def differs(made, dtype, wide, tall, **how):
     draws = Draws(torch.device("cpu"), dtype, 1e-6)
     x = draws.numbers(made.rows, wide)
@@ -59,23 +46,16 @@ def differs(made, dtype, wide, tall, **how):
 """
 
 
-def interpreted(body: str) -> str:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", HARNESS.format(shape=SHAPE) + body], capture_output=True, text=True, timeout=300,
-        env=environment, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
-
-
-INTERPRETED = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.fixture
+def run(interpreted: Callable[..., str], product_fp64: Callable[..., Tensor]) -> Callable[[str], str]:
+    """Gives what a script prints, with a product in fp64 at hand."""
+    begin = HARNESS.format(shape=SHAPE, wanted=inspect.getsource(product_fp64))
+    return lambda body: interpreted(begin + body)
 
 
 @pytest.mark.slow
-@INTERPRETED
-def test_every_number_of_rows_and_every_part_inside_gives_the_formula_s_numbers() -> None:
-    found = interpreted(
+def test_every_number_of_rows_and_every_part_inside_gives_the_formula_s_numbers(run: Callable[[str], str]) -> None:
+    found = run(
         """
 config = DecoderConfig.of(SHAPE)
 cases = [{"norm": True, "bias": True}, {"norm": True, "gated": True}, {"add": True}, {"add": True, "bias": True}, {}]
@@ -93,9 +73,8 @@ print(worst[torch.float16] < 4e-3, worst[torch.float32] < 1e-5, worst)
 
 
 @pytest.mark.slow
-@INTERPRETED
-def test_every_tile_gives_the_formula_s_numbers() -> None:
-    found = interpreted(
+def test_every_tile_gives_the_formula_s_numbers(run: Callable[[str], str]) -> None:
+    found = run(
         """
 import attrs
 made = products_for(torch.device("cpu"), torch.float16, DecoderConfig.of(SHAPE), rows=5, early=False)
@@ -145,9 +124,8 @@ def test_tiles_of_the_shape_that_was_measured() -> None:
 
 
 @pytest.mark.slow
-@INTERPRETED
-def test_more_than_one_row_of_a_wide_model_is_left_to_cublas() -> None:
-    found = interpreted(
+def test_more_than_one_row_of_a_wide_model_is_left_to_cublas(run: Callable[[str], str]) -> None:
+    found = run(
         """
 config = DecoderConfig.of(SHAPE | {"hidden_size": 2048, "intermediate_size": 6144})
 print(products_for(torch.device("cpu"), torch.float16, config, rows=2, early=False))
@@ -238,9 +216,8 @@ def test_a_kernel_that_does_not_compile_says_so_where_it_is_launched() -> None:
 
 
 @pytest.mark.slow
-@INTERPRETED
-def test_a_trial_that_finds_no_memory_leaves_the_decoder_its_other_kernels() -> None:
-    found = interpreted(
+def test_a_trial_that_finds_no_memory_leaves_the_decoder_its_other_kernels(run: Callable[[str], str]) -> None:
+    found = run(
         """
 class Full(Draws):
     def linear(self, *sizes, **given):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from fuseboard.engine.decoder.config import DecoderConfig
 from fuseboard.engine.decoder.kernels.launch import on
@@ -34,19 +33,6 @@ def config_of(shape: str) -> DecoderConfig:
     })  # fmt: skip
 
 
-def wanted(x: Tensor, linear: nn.Linear, norm: Any, gated: bool, add: Tensor | None) -> Tensor:
-    x = x.double()
-    if norm is not None:
-        x = x * (x.pow(2).mean(-1, keepdim=True) + norm.eps).rsqrt() * norm.weight.double()
-    y = x @ linear.weight.double().T
-    if linear.bias is not None:
-        y = y + linear.bias.double()
-    if gated:
-        gate, up = y.chunk(2, dim=-1)
-        y = F.silu(gate) * up
-    return y if add is None else y + add.double()
-
-
 @pytest.mark.parametrize("shape", list(SHAPES))
 @pytest.mark.parametrize(
     ("dtype", "rows"),
@@ -55,7 +41,7 @@ def wanted(x: Tensor, linear: nn.Linear, norm: Any, gated: bool, add: Tensor | N
 )  # fmt: skip
 @torch.no_grad()
 def test_every_product_of_a_layer_is_as_near_to_fp64_as_its_dtype_allows(
-    shape: str, dtype: torch.dtype, rows: int
+    shape: str, dtype: torch.dtype, rows: int, product_fp64: Callable[..., Tensor]
 ) -> None:
     config = config_of(shape)
     made = products_for(DEVICE, dtype, config, rows=rows, early=True)
@@ -75,7 +61,7 @@ def test_every_product_of_a_layer_is_as_near_to_fp64_as_its_dtype_allows(
         add = draws.numbers(rows, out) if given.get("add") else None
         with on(DEVICE):
             found = made(x, linear, norm=norm, gated=gated, add=add)
-        want = wanted(x, linear, norm, gated, add)
+        want = product_fp64(x, linear, norm, gated, add)
         eps = 2e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
         assert float((found.double() - want).abs().max() / want.abs().max()) < 2 * eps, given
 

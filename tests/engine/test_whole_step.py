@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.util
-import os
 import shutil
-import subprocess
-import sys
 import threading
 import types
 from typing import Any
@@ -565,13 +561,7 @@ print("glued")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_glue_in_triton_s_interpreter_gives_the_formula_s_numbers(tmp_path) -> None:
+def test_glue_in_triton_s_interpreter_gives_the_formula_s_numbers(interpreted, tmp_path) -> None:
     shutil.copy(__file__, tmp_path / "tests_whole_step.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *filter(None, [environment.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, "-c", GLUED], capture_output=True, text=True, timeout=300, env=environment, check=False
-    )
 
-    assert done.stdout.endswith("glued\n"), done.stderr[-2000:]
+    assert interpreted(GLUED, tmp_path).endswith("glued\n")
