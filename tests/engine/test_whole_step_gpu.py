@@ -106,7 +106,7 @@ def near(mine: Tensor, theirs: Tensor) -> None:
 # ---- bits
 
 
-@pytest.mark.parametrize("policy", ["auto", "exact", "flash"])
+@pytest.mark.parametrize("policy", ["auto", "exact", "flash", "tilelang"])
 @pytest.mark.parametrize(
     ("kind", "given"), [("qwen3", {}), ("qwen2", {}), ("qwen3", {"tie_word_embeddings": True}), ("qwen3", SLIDING)]
 )
@@ -115,8 +115,8 @@ def near(mine: Tensor, theirs: Tensor) -> None:
 def test_steps_by_one_graph_are_the_eager_steps_in_bits(
     kind: str, given: dict[str, Any], padded: bool, form: str, policy: str
 ) -> None:
-    if policy == "flash" and not answers("flash"):
-        pytest.skip("flash cannot run here")
+    if policy in ("flash", "tilelang") and not answers(policy):
+        pytest.skip(f"{policy} cannot run here")
     decoder = made(kind, **given)
     if form != "plain":
         decoder.fuse(glue=form == "glue", products=form == "products")
@@ -135,18 +135,19 @@ def test_steps_by_one_graph_are_the_eager_steps_in_bits(
     assert report["replays"] == 2 * STEPS
 
 
-def test_flash_is_told_lengths_and_answers_every_captured_call() -> None:
-    if not answers("flash"):
-        pytest.skip("flash cannot run here")
+@pytest.mark.parametrize("backend", ["flash", "tilelang"])
+def test_a_backend_is_told_lengths_and_answers_every_captured_call(backend: str) -> None:
+    if not answers(backend):
+        pytest.skip(f"{backend} cannot run here")
     decoder, record = made(**SLIDING), fb.Run()
     steps = WholeSteps(decoder, Graphs("cuda"))
     cache, ids = begun(decoder)
-    with torch.no_grad(), fb.bind("flash", run=record):
+    with torch.no_grad(), fb.bind(backend, run=record):
         for _ in range(STEPS):
             ids = steps(ids, cache)[:, -1].argmax(-1, keepdim=True)
 
-    assert record.report()["attention"]["used"] == {"flash": LAYERS * STEPS}
-    assert steps.report()["attention in a step"] == {"flash": LAYERS}
+    assert record.report()["attention"]["used"] == {backend: LAYERS * STEPS}
+    assert steps.report()["attention in a step"] == {backend: LAYERS}
 
 
 @torch.no_grad()

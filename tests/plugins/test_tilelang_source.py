@@ -164,6 +164,19 @@ def test_tiles_are_of_a_size_that_leaves_few_multiprocessors_idle(kernel: str, m
     assert len(_configs.candidates(kernel, m, n)) <= 6
 
 
+@pytest.mark.parametrize("lengths", [True, False])
+def test_a_kernel_for_few_queries_waits_for_the_one_before_it_ahead_of_its_first_read(lengths: bool) -> None:
+    source = compiling.lowered(attn_kernel, None, None, None, 64, lengths=lengths, few=True, dtype="bfloat16")
+    body = source[source.rindex("__launch_bounds__") :]
+    waits, lets = body.index("cudaGridDependencySynchronize()"), body.index("cudaTriggerProgrammaticLaunchCompletion()")
+
+    assert "__launch_bounds__(256, 2)" in body
+    assert waits < lets < body.index("tma_load")
+    assert not lengths or lets < body.index("lengths[")
+    for other in ({}, {"lengths": True}):
+        assert "cudaGrid" not in compiling.lowered(attn_kernel, None, None, None, 64, dtype="bfloat16", **other)
+
+
 def test_blocks_that_share_a_multiprocessor_say_so_in_the_source() -> None:
     tiles = _configs.Config(128, 96, 64, 3, 256, blocks=2)
     source = compiling.lowered(gemm_kernel, 768, 3072, bias=True, act="gelu", dtype="bfloat16", config=tiles)

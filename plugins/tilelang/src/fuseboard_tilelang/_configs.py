@@ -176,6 +176,13 @@ Of 64 and 128 the fastest of `candidates` on an H200, or within 3 in 100 of it: 
 after 20.6 with 128 x 64 in a window, 299 after 332 with 128 x 64 under causality. Those of 96 have not been measured.
 """
 
+FEW_QUERIES = AttnConfig(64, 64, 2, 128, blocks=2)
+"""For few queries, measured in whole decoding steps of Qwen3-0.6B's shape over 256 keys, 1 and 8 rows, on an H200.
+
+A block that takes half of a multiprocessor leaves room for the next kernel's, which loads its weights meanwhile: of
+8 rows a layer took 22 µs, 25 with a multiprocessor for each block, 26 with 128 keys a tile, 28 with flash-attn.
+"""
+
 
 @functools.lru_cache(4096)
 def gemm_config(kernel: str, m: int | None, n: int, *, cpu: bool) -> Config:
@@ -200,10 +207,12 @@ def rope_config(*, cpu: bool) -> RopeConfig:
     return CPU_ROPE if cpu else ROPE
 
 
-def attn_config(dim: int, *, bounded: bool, cpu: bool) -> AttnConfig:
+def attn_config(dim: int, *, bounded: bool, few: bool = False, cpu: bool) -> AttnConfig:
     """The tiles of attention; a head dimension without a measurement takes the next larger one's, or the largest's."""
     if cpu:
         return CPU_ATTN
+    if few:
+        return FEW_QUERIES
     known = sorted(each for each, flag in ATTN if flag is bounded)
     return ATTN[next((each for each in known if each >= dim), known[-1]), bounded]
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from fuseboard_tilelang._configs import LOADING, AttnConfig, attn_config
 from fuseboard_tilelang._tile import ACCUMULATOR, Arg, Program, program, tile
 
-__all__ = ["OPEN", "SCALARS", "attn_kernel"]
+__all__ = ["FEW", "OPEN", "SCALARS", "attn_kernel", "for_few"]
+
+FEW = 16
+"""Up to how many queries `few` is for: a step of decoding."""
 
 OPEN = 2**30
 """A bound that bounds nothing: beyond any key, and its sum with one still fits 32 bits."""
@@ -23,6 +28,11 @@ and behind that one it sees.
 """
 
 
+def for_few(q: Tensor, *, bounded: bool) -> bool:
+    """Whether a call is for `few`. One with bounds is not: decoding has none, and each kernel is compiled."""
+    return q.is_cuda and q.shape[2] <= FEW and not bounded
+
+
 def attn_kernel(  # noqa: C901, PLR0915 - a kernel is one function for TileLang, which reads its source
     B: int | None,  # noqa: N803
     S: int | None,  # noqa: N803
@@ -33,6 +43,7 @@ def attn_kernel(  # noqa: C901, PLR0915 - a kernel is one function for TileLang,
     kv_heads: int | None = None,
     bounded: bool = False,
     lengths: bool = False,
+    few: bool = False,
     dtype: str = "bfloat16",
     cpu: bool = False,
     config: AttnConfig | None = None,
@@ -47,6 +58,10 @@ def attn_kernel(  # noqa: C901, PLR0915 - a kernel is one function for TileLang,
 
     Blocks of keys that no query of a block sees are skipped; only blocks that some query sees in part are masked.
 
+    With `few`, launches overlap (CUDA's programmatic dependent launch): a block begins while the kernel before it still
+    runs, and waits for it before it reads anything; a kernel behind it that was launched for that begins as early. For
+    a step of decoding that is as much as the arithmetic.
+
     Args:
         B: Rows; None for any number.
         S: Queries; None for any number.
@@ -56,6 +71,7 @@ def attn_kernel(  # noqa: C901, PLR0915 - a kernel is one function for TileLang,
         kv_heads: Key heads; None for any number.
         bounded: Whether causality or a window hides keys.
         lengths: Whether rows have lengths.
+        few: For few queries: tiles of fewer rows, which leave room on a multiprocessor. Of no use on the CPU.
         dtype: Of q, k, v and out: `bfloat16` or `float16`, on the CPU `float32`.
         cpu: Make the form for TileLang's target `c`.
         config: The tiles; None for those of the table.
@@ -64,7 +80,7 @@ def attn_kernel(  # noqa: C901, PLR0915 - a kernel is one function for TileLang,
         ValueError: No such dtype.
     """
     on = tile(dtype, cpu=cpu)
-    c = config or attn_config(D, bounded=bounded, cpu=cpu)
+    c = config or attn_config(D, bounded=bounded, few=few, cpu=cpu)
     T = on.T  # noqa: N806
     sizes = {name: T.dynamic(name) for name in ("B", "H", "G", "S", "L")}
     named = {"B": B, "H": H, "G": kv_heads, "S": S, "L": keys}
@@ -103,6 +119,10 @@ def attn_kernel(  # noqa: C901, PLR0915 - a kernel is one function for TileLang,
                 T.annotate_min_blocks_per_sm(c.blocks)
                 T.annotate_producer_reg_dealloc(LOADING)
                 T.annotate_consumer_reg_alloc(c.registers)
+            if few and not cpu:
+                T.pdl_sync()
+                # Not before: what comes next would be resident first, and take what this kernel's blocks need.
+                T.pdl_trigger()
             # The last queries first: under causality they have the most keys.
             q0 = ((n_q + bm - 1) // bm - 1 - bx) * bm if bounded else bx * bm
             n = T.max(0, T.min(lengths[bz], n_k)) if has_lengths else n_k

@@ -35,6 +35,7 @@ CASES: Mapping[str, tuple[Factory, tuple[int | None, ...], Mapping[str, Any]]] =
     "rope": (rope_kernel, (2, 64), {}),
     "attn": (attn_kernel, (None, None, None, 64), {}),
     "attn bounded lengths": (attn_kernel, (None, None, None, 64), {"bounded": True, "lengths": True}),
+    "attn lengths few": (attn_kernel, (None, None, None, 64), {"lengths": True, "few": True}),
 }
 """A factory, sizes and options by name."""
 

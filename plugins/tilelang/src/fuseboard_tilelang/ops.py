@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fuseboard_tilelang import _configs
 from fuseboard_tilelang.add_ln import add_ln_kernel
-from fuseboard_tilelang.attn import OPEN, attn_kernel
+from fuseboard_tilelang.attn import OPEN, attn_kernel, for_few
 from fuseboard_tilelang.compile import compile_cpu, compile_gpu, target_of
 from fuseboard_tilelang.geglu import gemm_geglu_kernel
 from fuseboard_tilelang.gemm import gemm_kernel
@@ -198,7 +198,8 @@ def attention(
     else:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         out = torch.empty_like(q)
-    kernel = _kernel(q, attn_kernel, None, None, None, dim, bounded=bounded, lengths=lengths is not None)
+    form = {"bounded": bounded, "lengths": lengths is not None, "few": for_few(q, bounded=bounded)}
+    kernel = _kernel(q, attn_kernel, None, None, None, dim, **form)
     tensors = (q, k, v, out) if lengths is None else (q, k, v, lengths, out)
     kernel(*tensors, scale * LOG2E, heads // kv_heads, offset, left, right)
     return out
