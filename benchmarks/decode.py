@@ -37,7 +37,7 @@ from torch import Tensor
 import fuseboard as fb
 from fuseboard.engine.decoder import QwenDecoder
 
-PACKAGES = ("torch", "fuseboard", "transformers", "triton", "flash-attn")
+PACKAGES = ("torch", "fuseboard", "transformers", "triton", "flash-attn", "tilelang")
 SHAPE: dict[str, Any] = {
     "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
     "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
@@ -463,7 +463,7 @@ def main() -> int:
     parser.add_argument("--compiled", default="1,8", help="batch sizes with a compiled static cache: 45 s each")
     parser.add_argument("--streamed", default="1", help="batch sizes with streamed layers (default %(default)s)")
     parser.add_argument("--no-compile", action="store_true", help="leave the compiled static cache out")
-    parser.add_argument("--policies", default="flash", help="backends for whole steps (default %(default)s)")
+    parser.add_argument("--policies", default="flash,tilelang", help="backends for whole steps (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="timed runs of each variant (default %(default)s)")
     parser.add_argument(
         "--seconds", type=float, default=150, help="leave rounds out after so long (default %(default)s)"

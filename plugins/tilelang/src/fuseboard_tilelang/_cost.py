@@ -7,15 +7,18 @@ skip blocks of keys, a little behind cuDNN on whole ones.
 from __future__ import annotations
 
 from fuseboard import Call, Sizes
+from fuseboard_tilelang._configs import FEW_QUERIES, SMS
+from fuseboard_tilelang.attn import FEW
 
 __all__ = ["tilelang"]
 
 WIDE = 96  # from this head dimension on the tensor cores are kept busy
 TILE = 128  # queries
+A_KEY = 0.018  # microseconds that a block of few queries takes, which has all of a row's keys to itself
 
 
 def tilelang(call: Call, sizes: Sizes) -> float:
-    """Launch, arithmetic, or reading memory, whichever is longest."""
+    """Launch, arithmetic, reading memory, or one block's way along the keys, whichever is longest."""
     shown = 1.0
     structure = call.structure
     if structure is not None:
@@ -28,4 +31,5 @@ def tilelang(call: Call, sizes: Sizes) -> float:
     rate = 530e6 if call.head_dim >= WIDE else 360e6
     read = 2.0 * sizes.batch * sizes.heads * sizes.k_length * sizes.head_dim * call.dtype.itemsize
     launch = 33.0 if structure is not None and structure.keys != "none" else 30.0
-    return max(launch, shown * operations / rate, shown * read / 2.5e6)
+    rounds = -(-sizes.batch * sizes.heads // (FEW_QUERIES.blocks * SMS)) if sizes.q_length <= FEW else 0
+    return max(launch, shown * operations / rate, shown * read / 2.5e6, shown * rounds * A_KEY * sizes.k_length)
