@@ -86,7 +86,7 @@ for shared in (101376, 262144):  # the larger also with 16 rows, which older Tri
         (1024, 4096, {"norm": True}), (1500, 24, {"add": True}), (2048, 24, {"add": True}), (3072, 24, {"add": True}),
     ):
         how = {"normed": "norm" in case, "gated": "gated" in case}
-        tile = room.tile_for(wide, tall, one.padded, shared, **how)
+        tile = one.tile(wide, tall, **how)
         if tile is not None:
             seen.add((tile.block, tile.warps, tile.chunks))
             worst = max(worst, differs(one, torch.float16, wide, tall, **case))

@@ -11,6 +11,7 @@ column's weights and add what each has at the end.
 
 from __future__ import annotations
 
+import abc
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -51,25 +52,18 @@ _LEAST_SHARED = 101376
 
 
 @attrs.frozen
-class Products:
-    """The kernel for so many rows. From `products_for`.
+class Products(abc.ABC):
+    """The kernel for so many rows, by either of the ways below. From `products_for`.
 
     Attributes:
         rows: How many.
         early: Whether a kernel begins before the kernel before it has ended, which hides most of a launch.
-        shared: Bytes of shared memory that a program on tensor cores may have; None for weight by weight.
-        padded: How many rows tensor cores are given.
     """
 
-    _kernels: dict[int, Launcher]
     rows: int
     early: bool
-    shared: int | None
-    padded: int
 
-    def __str__(self) -> str:
-        return "Triton, on tensor cores" if self.shared is not None else "Triton, weight by weight"
-
+    @abc.abstractmethod
     def suits(self, wide: int, inner: int, heads: int, attended: int) -> bool:
         """Whether the four products of a layer are faster by it.
 
@@ -79,15 +73,10 @@ class Products:
             heads: How many columns queries, keys and values have.
             attended: And attention's answer.
         """
-        if self.shared is None:
-            return True
-        tiles = (
-            tile_for(wide, heads, self.padded, self.shared, normed=True, gated=False),
-            tile_for(attended, wide, self.padded, self.shared, normed=False, gated=False),
-            tile_for(wide, inner, self.padded, self.shared, normed=True, gated=True),
-            tile_for(inner, wide, self.padded, self.shared, normed=False, gated=False),
-        )
-        return None not in tiles
+
+    @abc.abstractmethod
+    def _launch(self, given: tuple[Any, ...], wide: int, tall: int, *, normed: bool, gated: bool) -> None:
+        """Launch the kernel with what both take, and the constants that it has besides."""
 
     def __call__(
         self, x: Tensor, linear: nn.Linear, *, norm: RMSNorm | None = None, gated: bool = False,
@@ -111,18 +100,65 @@ class Products:
             x if add is None else add, out, wide, tall, 0.0 if norm is None else norm.eps, self.rows,
             norm is not None, gated, add is not None, bias is not None,
         )  # fmt: skip
-        if self.shared is None:
-            whole = power_of_two(wide)
-            block = min(max(_HELD // (2 if gated else 1) // whole, 1), _COLUMNS)
-            self._kernels[_MANY_WARPS]((-(-tall // block), 1), *given, block, whole, self.early)
-        else:
-            tile = tile_for(wide, tall, self.padded, self.shared, normed=norm is not None, gated=gated)
-            assert tile is not None, "products_for looks"
-            self._kernels[tile.warps](
-                (-(-tall // tile.block), 1), *given, tile.block, tile.warps, tile.deep, tile.chunks, self.padded,
-                self.early,
-            )  # fmt: skip
+        self._launch(given, wide, tall, normed=norm is not None, gated=gated)
         return out
+
+
+@attrs.frozen
+class OneByOne(Products):
+    """Weight by weight, whatever the sizes: a program holds as many columns as it can of sums that long."""
+
+    _kernel: Launcher
+
+    def __str__(self) -> str:
+        return "Triton, weight by weight"
+
+    def suits(self, wide: int, inner: int, heads: int, attended: int) -> bool:
+        """As of `Products`."""
+        return True
+
+    def _launch(self, given: tuple[Any, ...], wide: int, tall: int, *, normed: bool, gated: bool) -> None:
+        whole = power_of_two(wide)
+        block = min(max(_HELD // (2 if gated else 1) // whole, 1), _COLUMNS)
+        self._kernel((-(-tall // block), 1), *given, block, whole, self.early)
+
+
+@attrs.frozen
+class Tiled(Products):
+    """On tensor cores.
+
+    Attributes:
+        shared: Bytes of shared memory that a program may have.
+        padded: How many rows tensor cores are given.
+    """
+
+    _kernels: dict[int, Launcher]  # by warps
+    shared: int
+    padded: int
+
+    def __str__(self) -> str:
+        return "Triton, on tensor cores"
+
+    def suits(self, wide: int, inner: int, heads: int, attended: int) -> bool:
+        """As of `Products`."""
+        tiles = (
+            self.tile(wide, heads, normed=True, gated=False),
+            self.tile(attended, wide, normed=False, gated=False),
+            self.tile(wide, inner, normed=True, gated=True),
+            self.tile(inner, wide, normed=False, gated=False),
+        )
+        return None not in tiles
+
+    def tile(self, wide: int, tall: int, *, normed: bool, gated: bool) -> Tile | None:
+        """As of `tile_for`."""
+        return tile_for(wide, tall, self.padded, self.shared, normed=normed, gated=gated)
+
+    def _launch(self, given: tuple[Any, ...], wide: int, tall: int, *, normed: bool, gated: bool) -> None:
+        tile = self.tile(wide, tall, normed=normed, gated=gated)
+        assert tile is not None, "products_for looks"
+        grid = (-(-tall // tile.block), 1)
+        constants = (tile.block, tile.warps, tile.deep, tile.chunks, self.padded, self.early)
+        self._kernels[tile.warps](grid, *given, *constants)
 
 
 @attrs.frozen
@@ -212,14 +248,13 @@ def _tried(
 def _made(kernels: Any, device: torch.device, dtype: torch.dtype, rows: int, early: bool) -> Products:
     how = {"launch_pdl": True} if early else {}
     if rows == 1 or dtype not in _HALVES:
-        one_by_one = Launcher(kernels.one_by_one, num_warps=_MANY_WARPS, **how)
-        return Products({_MANY_WARPS: one_by_one}, rows, early, None, rows)
+        return OneByOne(rows, early, Launcher(kernels.one_by_one, num_warps=_MANY_WARPS, **how))
     shared = _LEAST_SHARED
     if device.type == "cuda":
         shared = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", shared)
     padded = 8 if rows <= 8 and kernels.MULTIPLIES_EIGHT else 16  # noqa: PLR2004 - what tensor cores multiply
     tiled = {warps: Launcher(kernels.tiled, num_warps=warps, **how) for warps in (_WARPS, _MANY_WARPS)}
-    return Products(tiled, rows, early, shared, padded)
+    return Tiled(rows, early, tiled, shared, padded)
 
 
 def _cases(
