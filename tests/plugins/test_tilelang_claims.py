@@ -14,7 +14,7 @@ import torch
 import fuseboard as fb
 from fuseboard.call import Sizes
 from fuseboard.constraints import admit, guard
-from fuseboard_tilelang import _package, tilelang
+from fuseboard_tilelang import _package, attn, tilelang
 
 SITE = fb.Site("tests.tilelang.claims")
 
@@ -236,13 +236,26 @@ def test_on_the_cpu_it_ranks_after_everything() -> None:
     assert tilelang.rank(call(), sizes()) < float("inf")
 
 
-def test_one_query_costs_the_way_of_its_block_along_the_keys() -> None:
-    def one(k_length: int) -> float:
-        exact = sizes(batch=1, heads=16, kv_heads=8, q_length=1, k_length=k_length, head_dim=128, v_head_dim=128)
+def test_few_blocks_cost_the_way_of_one_along_the_keys() -> None:
+    def cost(k_length: int, q_length: int = 1) -> float:
+        exact = sizes(batch=1, heads=16, kv_heads=8, q_length=q_length, k_length=k_length, head_dim=128, v_head_dim=128)
         return tilelang.rank(call(head_dim=128, lengths="fewer queries"), exact)
 
-    assert one(256) == one(1024) == 30.0
-    assert one(16384) == pytest.approx(295, rel=0.05)  # 279 µs a layer on an H200, where flash-attn takes 24
+    assert cost(256) == cost(1024) == 30.0
+    assert cost(16384) == pytest.approx(295, rel=0.05)  # 279 µs a layer on an H200, where flash-attn takes 24
+    assert cost(16384) == cost(16384, q_length=17) == cost(16384, q_length=128)
+
+
+@pytest.mark.parametrize("offset", ["bottom right", "top left"])
+@pytest.mark.parametrize("n_q", [1, 2, 5])
+@pytest.mark.parametrize("n_k", [1, 2, 5, 9])
+def test_bounds_hide_what_a_mask_of_them_hides(n_q: int, n_k: int, offset: str) -> None:
+    shift = n_k - n_q if offset == "bottom right" else 0
+    apart = torch.arange(n_k) - torch.arange(n_q)[:, None] - shift
+    for left in (0, 1, 4, 8, attn.OPEN):
+        for right in (0, 1, 4, 8, attn.OPEN):
+            seen = (apart >= -left) & (apart <= right)
+            assert attn.hides(n_q, n_k, shift, left, right) is not bool(seen.all()), (left, right)
 
 
 def test_its_install_line_keeps_torch() -> None:

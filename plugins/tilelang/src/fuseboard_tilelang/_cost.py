@@ -7,14 +7,13 @@ skip blocks of keys, a little behind cuDNN on whole ones.
 from __future__ import annotations
 
 from fuseboard import Call, Sizes
-from fuseboard_tilelang._configs import FEW_QUERIES, SMS
-from fuseboard_tilelang.attn import FEW
+from fuseboard_tilelang._configs import SMS
 
 __all__ = ["tilelang"]
 
 WIDE = 96  # from this head dimension on the tensor cores are kept busy
 TILE = 128  # queries
-A_KEY = 0.018  # microseconds that a block of few queries takes, which has all of a row's keys to itself
+A_KEY, A_NARROW_KEY = 0.018, 0.012  # microseconds of a block, which has all keys of its queries to itself
 
 
 def tilelang(call: Call, sizes: Sizes) -> float:
@@ -24,12 +23,15 @@ def tilelang(call: Call, sizes: Sizes) -> float:
     if structure is not None:
         shown *= 0.75 if structure.keys != "none" else 1.0
         shown *= 0.3 if structure.window else 1.0
+    wide = call.head_dim >= WIDE
+    # Of more blocks than there is room for, arithmetic or reading takes longer.
+    alone = sizes.batch * sizes.heads * -(-sizes.q_length // TILE) <= SMS
+    way = shown * (A_KEY if wide else A_NARROW_KEY) * sizes.k_length if alone else 0.0
     causal = call.causal or (structure is not None and structure.causal)
     shown *= 0.55 if causal and call.lengths == "equal" else 1.0
     queries = -(-sizes.q_length // TILE) * TILE  # a tile is computed as a whole, for a decode step too
     operations = 4.0 * sizes.batch * sizes.heads * queries * sizes.k_length * sizes.head_dim
-    rate = 530e6 if call.head_dim >= WIDE else 360e6
+    rate = 530e6 if wide else 360e6
     read = 2.0 * sizes.batch * sizes.heads * sizes.k_length * sizes.head_dim * call.dtype.itemsize
     launch = 33.0 if structure is not None and structure.keys != "none" else 30.0
-    rounds = -(-sizes.batch * sizes.heads // (FEW_QUERIES.blocks * SMS)) if sizes.q_length <= FEW else 0
-    return max(launch, shown * operations / rate, shown * read / 2.5e6, shown * rounds * A_KEY * sizes.k_length)
+    return max(launch, way, shown * operations / rate, shown * read / 2.5e6)

@@ -9,7 +9,7 @@ from torch import Tensor
 from fuseboard_tilelang._configs import LOADING, AttnConfig, attn_config
 from fuseboard_tilelang._tile import ACCUMULATOR, Arg, Program, program, tile
 
-__all__ = ["FEW", "OPEN", "SCALARS", "attn_kernel", "for_few"]
+__all__ = ["FEW", "OPEN", "SCALARS", "attn_kernel", "for_few", "hides"]
 
 FEW = 16
 """Up to how many queries `few` is for: a step of decoding."""
@@ -26,6 +26,11 @@ SCALARS = {"scale": "float32", "groups": "int32", "offset": "int32", "left": "in
 scale times log2(e); query heads a key head; what a query's index is short of the key it stands at; how many keys before
 and behind that one it sees.
 """
+
+
+def hides(n_q: int, n_k: int, offset: int, left: int, right: int) -> bool:
+    """Whether bounds keep any query from any key: causality at the bottom right hides none from one."""
+    return right < n_k - 1 - offset or left < n_q - 1 + offset
 
 
 def for_few(q: Tensor, *, bounded: bool) -> bool:

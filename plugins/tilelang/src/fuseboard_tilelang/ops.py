@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fuseboard_tilelang import _configs
 from fuseboard_tilelang.add_ln import add_ln_kernel
-from fuseboard_tilelang.attn import OPEN, attn_kernel, for_few
+from fuseboard_tilelang.attn import OPEN, attn_kernel, for_few, hides
 from fuseboard_tilelang.compile import compile_cpu, compile_gpu, target_of
 from fuseboard_tilelang.geglu import gemm_geglu_kernel
 from fuseboard_tilelang.gemm import gemm_kernel
@@ -191,8 +191,8 @@ def attention(
         msg = f"attention: scale is {scale}; expected a number above zero."
         raise ValueError(msg)
     left, right = _bounds(window, causal)
-    bounded = (left, right) != (OPEN, OPEN)
     offset = 0 if top_left else n_k - n_q
+    bounded = hides(n_q, n_k, offset, left, right)
     if q.is_cuda:
         out = torch.empty_like(q)  # of q's strides where those are dense, so that nothing is transposed afterwards
     else:

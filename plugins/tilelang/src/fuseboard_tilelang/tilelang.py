@@ -171,7 +171,7 @@ class TileLang:
                 right = min(mask_info.ahead, right)
             left = left if mask_info.window is None else min(mask_info.window - 1, left)
             lengths = None if mask_info.keys is None else mask_info.lengths()
-        bounded = min(left, right) < n_q + n_k
+        bounded = attn.hides(n_q, n_k, offset, left, right)
         kernel = self._kernel(q, bounded, lengths is not None)
         q, k, v = self._laid_out(q), self._laid_out(k), self._laid_out(v)
         out = torch.empty_like(q)
