@@ -8,6 +8,7 @@ import gc
 import inspect
 import json
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -657,7 +658,9 @@ def test_a_mask_that_hides_nothing_is_no_mask_and_a_caller_may_say_so():
     assert RealKeys.of(ones, (2, 5), CPU, True) is None  # on the CPU it is read all the same
     assert RealKeys.of(torch.zeros(2, 5), (2, 5), CPU, False) is None
     real = RealKeys.of(torch.tensor([[0, 0, 1], [1, 1, 1]]), (2, 3), CPU, True)
-    assert (real.padding, real.longest) == ("left", 3)
+    assert (real.padding, real.longest) == ("left", (0, 1, 2, 3))
+    real = RealKeys.of(torch.tensor([[0, 0, 1, 1], [0, 1, 0, 1]]), (2, 4), CPU, True)
+    assert real.longest == (0, 0, 1, 1, 2)
     with pytest.raises(fb.InputError, match=r"attention_mask has shape \(2, 5\); expected \(2, 4\)"):
         RealKeys.of(ones, (2, 4), CPU, None)
 
@@ -1395,3 +1398,117 @@ def test_keys_and_values_in_one_memory_are_taken_in_as_those_apart(window: int |
         together.end(new)
         apart.end(new)
         assert all(map(torch.equal, together.held(0), apart.held(0)))
+
+
+# ---- what is kept from pass to pass
+
+
+SHAPE_OF_NORMS = {
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "head_dim": 128,
+}  # fmt: skip
+
+
+def test_norm_weights_that_lie_where_others_lay_or_say_nothing_of_a_change_are_seen():
+    config = {**SHAPE_OF_NORMS, "model_type": "qwen3"}
+    names = [(name, each.shape) for name, each in QwenDecoder(config).named_parameters()]
+
+    def weights_of(seed):
+        generator = torch.Generator().manual_seed(seed)
+        return {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in names}
+
+    ids = torch.arange(1, 12)[None]
+    with torch.no_grad():
+        decoder = QwenDecoder(config)
+        for seed in range(6):
+            decoder.load(weights_of(seed))
+            fresh = QwenDecoder(config)
+            fresh.load(weights_of(seed))
+            assert torch.equal(decoder(ids), fresh(ids)), seed
+            for each in (decoder, fresh):
+                each.model.layers[0].self_attn.q_norm.weight.data.mul_(2)  # by `.data`: its version stays
+            want = decoder(ids)
+            fresh.load({name: each.clone() for name, each in fresh.state_dict().items()})
+            assert torch.equal(want, fresh(ids)), seed
+
+
+def test_a_padded_prompt_in_pieces_stretches_a_dynamic_rope_when_it_gets_so_long():
+    model = model_of(max_position_embeddings=12, rope_scaling={"rope_type": "dynamic", "factor": 2.0})
+    decoder = QwenDecoder.from_transformers(model)
+    ids = torch.randint(1, 90, (2, 20), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[1, :3] = 0
+    with torch.no_grad():
+        whole = decoder.cache(2, attention_mask=mask)
+        short = decoder.cache(2, attention_mask=mask[:, :8])
+        assert torch.equal(decoder(ids[:, :8], cache=whole), decoder(ids[:, :8], cache=short))
+        assert [whole.longest(new) for new in (1, 4, 5, 12, 13)] == [9, 12, 13, 20, 21]
+
+
+def test_a_cache_of_another_dtype_is_refused_by_whole_steps_too(pair):
+    decoder = QwenDecoder.from_transformers(pair[0])
+    ids, _ = prompts((0,))
+    with torch.no_grad():
+        cache = decoder.cache(1)
+        decoder(ids, cache=cache)
+        decoder.bfloat16()
+        with pytest.raises(fb.InputError, match=r"it is torch\.float32 on cpu, and the decoder torch\.bfloat16 on cpu"):
+            decoder.fixed(cache)
+
+
+def test_a_cache_that_was_lent_before_the_weights_were_loaded_anew_serves_no_later_request(pair):
+    rounded = model_of()
+    rounded.model.rotary_emb.to(torch.bfloat16)
+    decoder, fresh = QwenDecoder.from_transformers(rounded), QwenDecoder.from_transformers(pair[0])
+    ids, _ = prompts((0,))
+    decoder.graphs = fresh.graphs = "step-eager"
+    stream = decoder.stream(ids, max_new_tokens=30, eos=())
+    next(stream), next(stream)
+    decoder.load(pair[0].state_dict())
+    stream.close()
+    (whole,) = decoder._whole.values()
+
+    assert not whole._spare
+    assert torch.equal(decoder.generate(ids, max_new_tokens=9, eos=()), fresh.generate(ids, max_new_tokens=9, eos=()))
+    assert len(whole._spare) == 1
+
+
+def test_a_prompt_that_its_owner_writes_afterwards_is_taken_as_it_was_given(pair):
+    decoder = QwenDecoder.from_transformers(pair[0])
+    ids = torch.tensor([[5, 6, 7]])
+    want = decoder.generate(ids, max_new_tokens=4, eos=())
+    mine = ids.clone()
+    stream = decoder.stream(mine, max_new_tokens=4, eos=())
+    mine.fill_(1)
+    assert [token.ids[0] for token in stream] == want[0, 3:].tolist()
+    mine = ids.clone()
+    assert torch.equal(decoder.generate(mine, max_new_tokens=4, eos=(), on_token=lambda _token: mine.fill_(1)), want)
+
+
+@pytest.mark.parametrize("wrong", ["x", -5, 5.5, True, None])
+def test_what_is_no_count_is_refused_before_anything_is_made(pair, wrong):
+    decoder = QwenDecoder.from_transformers(pair[0])
+    ids, _ = prompts((0,))
+    cache = decoder.cache(1)
+    with torch.no_grad():
+        decoder(ids, cache=cache)
+    for call, name in (
+        (lambda: decoder.cache(1, reserve=wrong), "reserve"),
+        (lambda: decoder.fixed(cache, capacity=wrong), "capacity"),
+        (lambda: decoder(ids, keep=wrong), "keep"),
+        (lambda: decoder.cache(wrong), "batch"),
+    ):
+        with pytest.raises(fb.InputError, match=f"{name} is {wrong!r}; expected an int of"):
+            call()
+    with pytest.raises(fb.InputError, match="cache is a NoneType; expected one from cache"):
+        decoder.begin(ids, None)
+
+
+def test_a_copy_tests_its_norms_where_it_is(pair):
+    decoder = QwenDecoder.from_transformers(pair[0])
+    ids, _ = prompts((0,))
+    with torch.no_grad():
+        want = decoder(ids)
+        copied = pickle.loads(pickle.dumps(decoder))
+        assert copied._ready is None
+        assert torch.equal(copied(ids), want)

@@ -325,6 +325,8 @@ def test_greedy_takes_nan_for_the_most_probable_as_generate_does():
         ({"suppress_tokens": torch.tensor(2)}, "suppress_tokens has tensor(2); expected ids, each an int."),
         ({"pad_token_id": 2.5, "eos_token_id": 1}, "pad_token_id is 2.5; expected an id, an int, or None."),
         ({"pad_token_id": [0], "repetition_penalty": 1.1}, "pad_token_id is [0]; expected an id, an int, or None."),
+        ({"pad_token_id": 2**63, "eos_token_id": 1}, f"pad_token_id is {2**63}; expected an id, an int, or None."),
+        ({"do_sample": "no"}, "do_sample is 'no'; expected True or False."),
     ],
 )
 def test_an_option_that_cannot_be_is_refused_by_its_name(arguments, message):
@@ -717,3 +719,10 @@ def test_the_folder_for_engine_authors_loads_no_torch_until_a_module_of_it_is_as
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
 
     assert done.stdout.split() == ["False", "False"]
+
+
+def test_logits_of_float64_are_chosen_from_as_float32s_are():
+    logits = torch.tensor([[1.0, 1.0 + 1e-12, 0.0]], dtype=torch.float64)
+    sampler = Sampler(do_sample=False)
+
+    assert sampler(logits, sampler.start(torch.tensor([[0]]), 3)).tolist() == [[0]]

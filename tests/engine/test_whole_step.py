@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fuseboard as fb
 from fuseboard import context
 from fuseboard.engine.decoder import QwenDecoder
 from fuseboard.engine.decoder.fixed import FixedCache, Lengths, Part, capacity_for
 from fuseboard.engine.decoder.generation import Token
+from fuseboard.engine.decoder.layers import untouched
 from fuseboard.engine.decoder.whole_step import Ahead, WholeSteps
 from fuseboard.engine.sampling import DrawError, Sampler, State
 from fuseboard.masks import check_mask_info
@@ -550,8 +551,20 @@ with torch.no_grad():
     theirs, mine = (each.step(ids[:, 1:2], each.fixed(cache)) for each, cache in zip((plain, glued), caches))
 torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4)
 assert glued.report()["products"] == dict.fromkeys(
-    "12", "model.layers.1.mlp.down_proj is a Linear, or has hooks: it is called as it is"
+    "12", "model.layers.1.mlp.down_proj is a Linear with hooks, a forward of its own or weights that are no plain "
+    "tensors: it is called as it is"
 ), glued.report()["products"]
+
+plain, glued = made(torch.float32).fuse(), made(torch.float32).fuse(products=True)
+for each in (plain, glued):
+    each.model.layers[0].self_attn.o_proj.forward = lambda x: x.new_ones(*x.shape[:-1], plain.config.hidden_size)
+with torch.no_grad():
+    caches = [each.cache(2, attention_mask=mask) for each in (plain, glued)]
+    for each, cache in zip((plain, glued), caches):
+        each(ids, cache=cache)
+    theirs, mine = (each.step(ids[:, :1], each.fixed(cache)) for each, cache in zip((plain, glued), caches))
+torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4)
+assert isinstance(glued.products(2), str) and "model.layers.0.self_attn.o_proj is a Linear with" in glued.products(2)
 
 unknown = made(torch.float32).fuse(glue=True)
 hidden = unknown.glue.embed(torch.tensor([[1], [10**6], [-1]]), unknown.model.embed_tokens)
@@ -565,3 +578,42 @@ def test_glue_in_triton_s_interpreter_gives_the_formula_s_numbers(interpreted, t
     shutil.copy(__file__, tmp_path / "tests_whole_step.py")
 
     assert interpreted(GLUED, tmp_path).endswith("glued\n")
+
+
+def test_autocast_that_begins_between_two_steps_is_refused_and_changes_nothing() -> None:
+    decoder, (ids, mask) = made(), prompts((0, 3))
+    decoder.graphs = "step-eager"
+    stream = decoder.stream(ids, attention_mask=mask, max_new_tokens=6, eos=())
+    for _ in range(2):
+        next(stream)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(RuntimeError, match="leave autocast"):
+        next(stream)
+
+    steps = WholeSteps(decoder, None)
+    with torch.no_grad():
+        cache, twin = decoder.cache(2, attention_mask=mask), decoder.cache(2, attention_mask=mask)
+        for each in (cache, twin):
+            decoder(ids, cache=each)
+        fixed, other = decoder.fixed(cache), decoder.fixed(twin)
+        for step in (steps, decoder.step):
+            with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(RuntimeError, match="leave autocast"):
+                step(ids[:, :1], fixed)
+        assert torch.equal(steps(ids[:, :1], fixed), decoder.step(ids[:, :1], other))
+        assert fixed.length == other.length
+        assert torch.equal(fixed.positions, other.positions)
+
+
+def test_a_kernel_stands_in_for_a_module_only_if_its_weights_say_all_that_it_does() -> None:
+    class Quantised(Tensor):
+        pass
+
+    def linear() -> nn.Linear:
+        return nn.Linear(4, 4)
+
+    patched, hooked, quantised, other = linear(), linear(), linear(), nn.utils.skip_init(nn.Bilinear, 4, 4, 4)
+    patched.forward = lambda x: x  # type: ignore[method-assign]
+    hooked.register_forward_pre_hook(lambda _module, given: given)
+    quantised.weight = nn.Parameter(quantised.weight.detach().as_subclass(Quantised), requires_grad=False)
+
+    assert untouched(linear(), nn.Linear)
+    assert not any(untouched(each, nn.Linear) for each in (patched, hooked, quantised, other))

@@ -348,7 +348,40 @@ def test_an_invalid_draw_inside_a_graph_is_multinomials_error() -> None:
     assert decoder.generate(ids, max_new_tokens=8, sampler=Sampler(), generator=again, eos=()).shape == (1, LENGTH + 8)
 
 
+@pytest.mark.parametrize("form", [True, "step"])
+def test_norms_whose_weights_change_in_place_are_seen_by_graphs_that_joined_them(form: bool | str) -> None:
+    decoder, plain = made().to(torch.float32).fuse(), made().to(torch.float32).fuse()
+    decoder.exact_glue = plain.exact_glue = False  # which need no weights of queries and keys in one tensor
+    decoder.graphs, plain.graphs = form, "step-eager" if form == "step" else False
+    ids, mask = prompts()
+    for scale in (1.0, 2.0, 0.25):
+        for each in (decoder, plain):
+            for layer in each.model.layers:
+                layer.self_attn.q_norm.weight.data.mul_(scale)
+        torch.randn(2**20, device="cuda")  # over what was let go
+        want = plain.generate(ids, attention_mask=mask, max_new_tokens=STEPS, eos=())
+        for _ in range(2):
+            assert torch.equal(decoder.generate(ids, attention_mask=mask, max_new_tokens=STEPS, eos=()), want), scale
+
+    assert decoder.report()["graphs"]["captured"] == (1 if form == "step" else LAYERS + 1)
+
+
 # ---- requests
+
+
+def test_caches_of_many_shapes_take_turns_and_the_oldest_gives_back_its_memory_for_graphs() -> None:
+    decoder = made()
+    decoder.graphs = "step"
+    for batch in (1, 2, 3, 1, 2, 3):
+        for length in (17, 300):
+            decoder.generate(prompts(batch, length)[0], max_new_tokens=4, eos=())
+    (steps,) = decoder._whole.values()
+
+    assert len(steps._captured) == len(steps._spare) == 4
+    assert decoder.report()["graphs"]["captured"] == 12
+    used = {id(each.graph.pool) for held in steps._captured.values() for each in held.values()}
+    spare = {id(each) for each in steps._graphs._spare}
+    assert (len(used), len(spare)) == (4, 1)  # the one that the last cache to go gave back
 
 
 def test_the_next_request_of_a_shape_has_the_graph_of_the_last() -> None:

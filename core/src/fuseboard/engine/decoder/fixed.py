@@ -16,7 +16,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fuseboard.engine.decoder.generation import check_ids
+from fuseboard.engine.decoder.generation import check_autocast, check_ids
 from fuseboard.engine.decoder.kernels.glue import Glue, Turn
 from fuseboard.engine.decoder.kernels.launch import on
 from fuseboard.engine.decoder.kernels.products import Products
@@ -178,7 +178,7 @@ class FixedCache:
         """
         cache.check_whole()
         windows, shape = decoder._windows, (decoder.config.num_key_value_heads, decoder.config.head_dim)
-        why = misfit(cache, windows) or cache.misfit(windows, shape, None)
+        why = misfit(cache, windows) or cache.misfit(windows, shape, (decoder.dtype, decoder.device))
         if why is None and cache.batch != self.batch:
             why = f"it has {cache.batch} rows, and the fixed one {self.batch}"
         if why is None and cache.length > self.capacity:
@@ -266,7 +266,9 @@ def check(decoder: QwenDecoder, ids: Tensor, cache: FixedCache) -> None:
 
     Raises:
         InputError: They cannot.
+        RuntimeError: Autocast is on.
     """
+    check_autocast(decoder.device)
     check_ids(ids, decoder.device)
     if not isinstance(cache, FixedCache):
         msg = f"cache is a {type(cache).__name__}; expected one from fixed()."

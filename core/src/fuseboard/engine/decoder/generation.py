@@ -39,7 +39,7 @@ class Token:
         index: 0 for the first token after the prompt.
         ids: One a row; the padding id for rows that had ended before.
         ended: Which rows have, this step included.
-        tensor: The ids on the device, `(batch, 1)`.
+        tensor: The ids on the device, `(batch, 1)`. Not to be written: the next step reads it.
     """
 
     index: int
@@ -134,6 +134,17 @@ def check_range(what: str, argument: str, ids: Tensor, vocab: int) -> None:
             raise InputError(argument, msg)
 
 
+def check_count(name: str, given: object, least: int) -> None:
+    """Raise unless an argument is a count.
+
+    Raises:
+        InputError: It is none.
+    """
+    if isinstance(given, bool) or not isinstance(given, int) or given < least:
+        msg = f"{name} is {given!r}; expected an int of {'0 or more' if not least else f'at least {least}'}."
+        raise InputError(name, msg)
+
+
 def check_ids(ids: Tensor, device: torch.device | None = None) -> None:
     """Raise unless these are ids.
 
@@ -151,6 +162,22 @@ def check_ids(ids: Tensor, device: torch.device | None = None) -> None:
     if device is not None and ids.device != device:
         msg = f"ids is on {ids.device}; expected it on {device}, where the decoder is."
         raise InputError("ids", msg)
+
+
+def autocast(device: torch.device) -> bool:
+    """Whether autocast is on there: a pass would be made in other dtypes than its weights', a captured one for good."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
+def check_autocast(device: torch.device) -> None:
+    """Raise where autocast is on.
+
+    Raises:
+        RuntimeError: It is.
+    """
+    if autocast(device):
+        msg = "QwenDecoder computes in the dtype of its weights; leave autocast, and load it with dtype= instead."
+        raise RuntimeError(msg)
 
 
 class _Reading:

@@ -29,14 +29,14 @@ class RealKeys:
         keys: Bool `(batch, length)`, on the decoder's device.
         positions: Int64 `(batch, length)`, each token's place among its row's real ones; padding has some place too.
         counts: Int64 `(batch, 1)`, how many real tokens a row has.
-        longest: The most that any row has, where that was known without waiting; else the prompt's length.
+        longest: The most that any row has of the first 0, 1, … tokens; where that was not read, 0, 1, ….
         padding: On which side the padding lies, where that is known.
     """
 
     keys: Tensor
     positions: Tensor
     counts: Tensor
-    longest: int
+    longest: tuple[int, ...]
     padding: Padding | None
 
     @classmethod
@@ -67,14 +67,14 @@ class RealKeys:
             raise InputError("attention_mask", msg)
         keys = attention_mask != 0
         padding: Padding | None = None
-        longest = shape[1]
+        longest = tuple(range(shape[1] + 1))
         if padded is None or keys.device.type == "cpu":
             info = mask_for(0, shape[1], keys=keys).info  # reads whether there is padding, and on which side
             if info.keys is None:
                 return None
             padding = info.padding
             if keys.device.type == "cpu":
-                longest = int(keys.sum(-1).max())
+                longest = (0, *keys.cumsum(-1).amax(0).tolist())
         keys = keys.to(device, non_blocking=True)
         sums = keys.long().cumsum(-1)
         return cls(keys, (sums - 1).clamp(min=0), sums[:, -1:], longest, padding)
@@ -129,14 +129,14 @@ class KVCache:
             raise RuntimeError(msg)
 
     def misfit(
-        self, windows: Sequence[int | None], heads: tuple[int, int], kind: tuple[torch.dtype, torch.device] | None
+        self, windows: Sequence[int | None], heads: tuple[int, int], kind: tuple[torch.dtype, torch.device]
     ) -> str | None:
         """Why it is not a cache for a decoder, or None.
 
         Args:
             windows: The decoder's, layer by layer.
             heads: Its key heads and head dim.
-            kind: Its dtype and device; None when they need not be the cache's.
+            kind: Its dtype and device.
         """
         if self._windows != windows:
             return "it is for other layers"
@@ -145,7 +145,7 @@ class KVCache:
             return None
         if (both.shape[2], both.shape[4]) != heads:
             return f"it has {both.shape[2]} key heads of {both.shape[4]}, and the decoder {heads[0]} of {heads[1]}"
-        if kind is not None and (both.dtype, both.device) != kind:
+        if (both.dtype, both.device) != kind:
             return f"it is {both.dtype} on {both.device}, and the decoder {kind[0]} on {kind[1]}"
         return None
 
@@ -181,9 +181,11 @@ class KVCache:
 
     def longest(self, new: int) -> int:
         """The length of the longest row once `new` more tokens are there."""
+        total = self.length + new
         if self.real is None:
-            return self.length + new
-        return self.real.longest + max(self.length + new - self.real.keys.shape[1], 0)
+            return total
+        prompt = self.real.keys.shape[1]
+        return self.real.longest[min(total, prompt)] + max(total - prompt, 0)
 
     def put(self, layer: int, k: Tensor, v: Tensor, both: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Take in a layer's new keys and values, and give all that it attends to.

@@ -112,8 +112,18 @@ def _stacked(*parts: nn.Linear) -> nn.Linear:
 
 
 def untouched(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a module does what its weights say and no more: a kernel may then stand in for it."""
-    return type(module) is kind and not module._forward_hooks and not module._forward_pre_hooks
+    """Whether a module does what its weights say and no more: a kernel that reads them may then stand in for it.
+
+    Not one with hooks, with a `forward` of its own, as adapters and offloading set it, or whose weights are a subclass
+    of tensors, such as quantised ones.
+    """
+    return (
+        type(module) is kind
+        and not module._forward_hooks
+        and not module._forward_pre_hooks
+        and "forward" not in vars(module)
+        and all(type(each) in (nn.Parameter, Tensor) for each in module._parameters.values() if each is not None)
+    )
 
 
 class SelfAttention(nn.Module):
@@ -136,7 +146,6 @@ class SelfAttention(nn.Module):
             self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.fused = False
-        self._both: tuple[tuple[int, ...], Tensor] | None = None
 
     def fuse(self) -> None:
         """Stack the three projections into one linear, unless a call that did not end has done so."""
@@ -170,7 +179,10 @@ class SelfAttention(nn.Module):
                 q, k = self.q_norm(q), self.k_norm(k)
             return rotate(q, cos, sin).transpose(1, 2), rotate(k, cos, sin).transpose(1, 2), v.transpose(1, 2)
         if self.qk_norm:
-            qk = self._both_weights() * self.q_norm.normalised(qk)
+            # Nobody else's tensor; and the weights are read where they are, since one that is kept joined grows stale.
+            qk = self.q_norm.normalised(qk)
+            qk[:, :, :heads].mul_(self.q_norm.weight)
+            qk[:, :, heads:].mul_(self.k_norm.weight)
         qk = rotate(qk, cos, sin).transpose(1, 2)
         return qk[:, :heads], qk[:, heads:], v.transpose(1, 2)
 
@@ -187,22 +199,6 @@ class SelfAttention(nn.Module):
                 q, k = self.q_norm.normalised(q, exact), self.k_norm.normalised(k, exact)
         weights = (self.q_norm.weight, self.k_norm.weight) if self.qk_norm else None
         return exact.rotate(q, k, v, weights, cos, sin, joined=self.fused)
-
-    def _both_weights(self) -> Tensor:
-        """The two norms' weights, one row a head. Made anew when either changed."""
-        q, k = self.q_norm.weight, self.k_norm.weight
-        now = (q.data_ptr(), k.data_ptr(), _version(q), _version(k))
-        kept = self._both
-        if kept is None or kept[0] != now or (kept[1].dtype, kept[1].device) != (q.dtype, q.device):
-            weights = torch.cat((q.detach().expand(self.heads, -1), k.detach().expand(self.kv_heads, -1)))
-            if q.is_cuda and torch.cuda.is_current_stream_capturing():
-                return weights  # not there before a replay
-            self._both = kept = (now, weights)
-        return kept[1]
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
 
 
 class MLP(nn.Module):

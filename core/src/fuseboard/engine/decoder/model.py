@@ -23,7 +23,16 @@ from torch import Tensor, nn
 from fuseboard.engine.decoder import fixed
 from fuseboard.engine.decoder.config import DecoderConfig
 from fuseboard.engine.decoder.fixed import FixedCache
-from fuseboard.engine.decoder.generation import Chooser, Draw, Token, check_ids, check_range, steps
+from fuseboard.engine.decoder.generation import (
+    Chooser,
+    Draw,
+    Token,
+    check_autocast,
+    check_count,
+    check_ids,
+    check_range,
+    steps,
+)
 from fuseboard.engine.decoder.kernels.exact import ExactGlue, exact_for
 from fuseboard.engine.decoder.kernels.glue import Glue, glue_for
 from fuseboard.engine.decoder.kernels.products import Products, products_for
@@ -243,7 +252,9 @@ class QwenDecoder(Loading):
             for part, name in _LINEARS:
                 module = getattr(getattr(layer, part), name)
                 if not untouched(module, nn.Linear):
-                    what = f"{type(module).__name__}, or has hooks"
+                    what = type(module).__name__
+                    if type(module) is nn.Linear:
+                        what += " with hooks, a forward of its own or weights that are no plain tensors"
                     return f"model.layers.{index}.{part}.{name} is a {what}: it is called as it is"
         return products_for(self.device, self.dtype, self.config, rows=rows, early=not self.streamed)
 
@@ -362,11 +373,10 @@ class QwenDecoder(Loading):
             reserve: For how many tokens to take memory at first.
 
         Raises:
-            InputError: The batch is no count, or the mask has another shape.
+            InputError: The batch or the reserve is no count, or the mask has another shape.
         """
-        if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
-            msg = f"batch is {batch!r}; expected an int of at least 1."
-            raise InputError("batch", msg)
+        check_count("batch", batch, 1)
+        check_count("reserve", reserve, 0)
         shape = (batch, attention_mask.shape[-1] if isinstance(attention_mask, Tensor) and attention_mask.dim() else 0)
         with torch.inference_mode(mode=False), torch.no_grad():
             real = RealKeys.of(attention_mask, shape, self.device, padded)
@@ -397,9 +407,7 @@ class QwenDecoder(Loading):
         Raises:
             InputError: The arguments do not fit each other.
         """
-        if keep and (not isinstance(keep, int) or keep < 0):
-            msg = f"keep is {keep!r}; expected an int of 0 or more."
-            raise InputError("keep", msg)
+        check_count("keep", keep, 0)
         hidden = self.hidden(
             ids, embeds=embeds, cache=cache, attention_mask=attention_mask, padded=padded, positions=positions
         )
@@ -478,6 +486,7 @@ class QwenDecoder(Loading):
         """
         self._refuse_streamed("used one by one")
         self._prepare()
+        _check_growing(cache)
         hidden = self._embedded(ids, None)
         self._check(hidden, cache, None)
         return self._begin(hidden, cache, None)
@@ -558,10 +567,7 @@ class QwenDecoder(Loading):
             raise InputError("embeds", msg)
 
     def _check(self, hidden: Tensor, cache: KVCache | None, attention_mask: Tensor | None) -> None:
-        kind = hidden.device.type
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-            msg = "QwenDecoder computes in the dtype of its weights; leave autocast, and load it with dtype= instead."
-            raise RuntimeError(msg)
+        check_autocast(hidden.device)
         if torch.is_grad_enabled() and (cache is not None or self.fused or self._streamed is not None):
             wants = hidden.requires_grad or any(each.requires_grad for each in self.parameters())
             if wants:
@@ -574,9 +580,7 @@ class QwenDecoder(Loading):
         if attention_mask is not None:
             msg = "attention_mask belongs to the cache: give it to cache()."
             raise InputError("attention_mask", msg)
-        if not isinstance(cache, KVCache):
-            msg = f"cache is a {type(cache).__name__}; expected one from cache()."
-            raise InputError("cache", msg)
+        _check_growing(cache)
         if hidden.shape[0] != cache.batch:
             msg = f"the cache is for {cache.batch} rows; given {hidden.shape[0]}."
             raise InputError("cache", msg)
@@ -626,9 +630,7 @@ class QwenDecoder(Loading):
         self._prepare()
         check_ids(ids)
         check_range("ids has", "ids", ids, self.config.vocab_size)
-        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-            msg = f"max_new_tokens is {max_new_tokens!r}; expected an int of at least 1."
-            raise InputError("max_new_tokens", msg)
+        check_count("max_new_tokens", max_new_tokens, 1)
         if attention_mask is not None and not isinstance(attention_mask, Tensor):
             msg = f"attention_mask is a {type(attention_mask).__name__}; expected a tensor, as ids is."
             raise InputError("attention_mask", msg)
@@ -638,7 +640,7 @@ class QwenDecoder(Loading):
         chooser = Chooser.of(sampler, eos, pad, (self.eos, self.pad))
         if ids.shape[0] > 1:  # one row alone ends with its last token
             chooser.check_pad(self.config.vocab_size)
-        ids = ids.to(self.device, non_blocking=True)
+        ids = ids.to(self.device, non_blocking=True, copy=True)  # which the caller may write before the first step
         reserve = ids.shape[1] + min(max_new_tokens, _RESERVE)
         cache = self.cache(ids.shape[0], attention_mask=attention_mask, padded=padded, reserve=reserve)
         mask = None if cache.real is None else cache.real.keys
@@ -655,13 +657,13 @@ class QwenDecoder(Loading):
             capacity: For how many tokens to have room, rounded up; it doubles when it is full.
 
         Raises:
-            InputError: Its padding is not on the left, and there are sliding layers; or it is not this decoder's.
+            InputError: Its padding is not on the left, and there are sliding layers; or it is not this decoder's; or
+                the capacity is no count.
             RuntimeError: It was left half written.
         """
         self._prepare()
-        if not isinstance(cache, KVCache):
-            msg = f"cache is a {type(cache).__name__}; expected one from cache()."
-            raise InputError("cache", msg)
+        _check_growing(cache)
+        check_count("capacity", capacity, 0)
         made = FixedCache(self, cache.batch, fixed.capacity_for(max(capacity, cache.length + 1)))
         made.fill(self, cache)
         return made
@@ -716,7 +718,8 @@ class QwenDecoder(Loading):
     def __getstate__(self) -> dict[str, Any]:
         """What a copy takes over: graphs hold addresses of this one's weights."""
         self._refuse_streamed("copied")
-        return {**self.__dict__, "_one_token": {}, "_whole": {}}
+        # Where it is unpickled the norms are tested anew: on another machine or torch their form may be another.
+        return {**self.__dict__, "_one_token": {}, "_whole": {}, "_ready": None}
 
     def generate(
         self,
@@ -757,7 +760,7 @@ class QwenDecoder(Loading):
             ids, max_new_tokens=max_new_tokens, attention_mask=attention_mask, padded=padded, sampler=sampler,
             generator=generator, eos=eos, pad=pad, ahead=on_token is None if ahead is None else ahead,
         )  # fmt: skip
-        parts = [ids.to(self.device, non_blocking=True)]
+        parts = [ids.to(self.device, non_blocking=True, copy=True)]
         with contextlib.closing(tokens):  # when a callback raises too, whose traceback would keep it open
             for token in tokens:
                 parts.append(token.tensor)
@@ -829,6 +832,12 @@ class QwenDecoder(Loading):
     def extra_repr(self) -> str:
         """What torch prints."""
         return f"{self.config.model_type}, fused={self.fused}"
+
+
+def _check_growing(cache: object) -> None:
+    if not isinstance(cache, KVCache):
+        msg = f"cache is a {type(cache).__name__}; expected one from cache()."
+        raise InputError("cache", msg)
 
 
 def _check_positions(positions: Tensor, hidden: Tensor) -> None:

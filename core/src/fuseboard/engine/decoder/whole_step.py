@@ -20,6 +20,7 @@ from torch import Tensor
 from fuseboard import context
 from fuseboard.engine.decoder import fixed
 from fuseboard.engine.decoder.fixed import FixedCache, capacity_for
+from fuseboard.engine.decoder.generation import autocast
 from fuseboard.engine.graphs import Graph, Graphs, Signature, signature
 from fuseboard.engine.sampling import Sampler, State
 from fuseboard.run import Run
@@ -119,6 +120,7 @@ class WholeSteps:
         self._captured: weakref.WeakKeyDictionary[FixedCache, dict[_Key, _Captured]] = weakref.WeakKeyDictionary()
         self._states: weakref.WeakKeyDictionary[FixedCache, dict[Sampler, State]] = weakref.WeakKeyDictionary()
         self._spare: list[FixedCache] = []
+        self._lent: weakref.WeakSet[FixedCache] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._used: dict[str, int] = {}
 
@@ -146,13 +148,25 @@ class WholeSteps:
             self._graphs.follow()
         found.fill(decoder, cache)
         cache.release()
+        with self._lock:
+            self._lent.add(found)
         return found
 
     def give_back(self, cache: FixedCache) -> None:
-        """A request is over: the next of its shape may have its cache, and the graphs of it."""
+        """A request is over: the next of its shape may have its cache, and the graphs of it.
+
+        Not one that was taken before a `drop`. Waits for the device where another cache has to make room, as
+        `Graphs.drop` does.
+        """
         with self._lock:
+            if cache not in self._lent:
+                return
+            self._lent.discard(cache)
             self._spare.append(cache)
+            gone = self._spare[:-_SPARE]
             del self._spare[:-_SPARE]
+        for each in gone:
+            self._let_go(each)
 
     # ---- steps
 
@@ -209,6 +223,8 @@ class WholeSteps:
             return None
         with graphs.turn():
             if graphs.failure is not None or torch.is_grad_enabled() or cache.length >= cache.capacity:
+                return None
+            if autocast(decoder.device):  # which `draw` says
                 return None
             binding = context.bound()
             generator = state.generator if sampler.do_sample else None
@@ -272,9 +288,9 @@ class WholeSteps:
         found.ids.copy_(ids)
         drawing = contextlib.nullcontext() if generator is None else graphs.drawing(generator)
         with self._decoder.one_pass(), drawing:
-            answer = found.graph.launch().clone()
-        cache.length += 1
-        return answer
+            answer = found.graph.launch()
+            cache.length += 1  # as the device counts now, whatever the copy comes to
+            return answer.clone()
 
     def _capture(
         self, ids: Tensor, cache: FixedCache, sampler: Sampler | None, state: State | None, graphs: Graphs
@@ -346,9 +362,13 @@ class WholeSteps:
         """Let go of all graphs and of the caches that are spare."""
         with self._lock:
             self._spare.clear()
+            self._lent.clear()
         for cache in list(self._captured):
-            with self._graphs.lock if self._graphs is not None else contextlib.nullcontext():
-                self._forget(cache)
+            self._let_go(cache)
+
+    def _let_go(self, cache: FixedCache) -> None:
+        with self._graphs.lock if self._graphs is not None else contextlib.nullcontext():
+            self._forget(cache)
 
     def report(self) -> dict[str, Any]:
         """What `Graphs.report` says, what attention the latest graph has, and what captures took."""

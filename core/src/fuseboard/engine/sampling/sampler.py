@@ -41,6 +41,8 @@ from fuseboard.errors import InputError
 
 __all__ = ["Sampler"]
 
+_IDS = 2**63  # an id is an int64 on the device
+
 
 def _ids(value: Any) -> tuple[Any, ...]:
     if value is None:
@@ -87,9 +89,12 @@ class Sampler:
 
     def __attrs_post_init__(self) -> None:
         pad = self.pad_token_id
-        if pad is not None and (not isinstance(pad, int) or isinstance(pad, bool)):
+        if pad is not None and (not isinstance(pad, int) or isinstance(pad, bool) or not -_IDS <= pad < _IDS):
             msg = f"pad_token_id is {pad!r}; expected an id, an int, or None."
             raise InputError("pad_token_id", msg)
+        if not isinstance(self.do_sample, bool):
+            msg = f"do_sample is {self.do_sample!r}; expected True or False."
+            raise InputError("do_sample", msg)
         if self.repetition_penalty != 1.0:
             check_positive_float("repetition_penalty", self.repetition_penalty)
             if self.pad_token_id is not None and self.pad_token_id < 0:
@@ -229,7 +234,7 @@ class Sampler:
         return self._processed(logits, state).float()
 
     def _processed(self, logits: Tensor, state: State) -> Tensor:
-        """The scores, in the logits' own dtype where nothing processes them."""
+        """The scores, in float32, or in a narrower dtype of the logits where nothing processes them."""
         if state.lists != self._lists or (state.seen_and_beyond is None and self.repetition_penalty != 1.0):
             msg = (
                 "the state was started by a sampler with other lists of ids, or without a repetition penalty; "
@@ -238,7 +243,7 @@ class Sampler:
             raise InputError("state", msg)
         scores, blocked = _last(logits, state), self._blocked(state)
         if not self.do_sample and state.seen is None and blocked is None:
-            return scores
+            return scores.float() if scores.dtype == torch.float64 else scores
         scores = scores.float()
         if state.seen is not None:
             scores = repetition_penalty_seen(scores, state.seen, self.repetition_penalty)

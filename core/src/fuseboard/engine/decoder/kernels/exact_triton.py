@@ -113,7 +113,7 @@ def placed(
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)  # a row's cache may have more than 2**31 numbers
     at = tl.arange(0, BLOCK)
     real = at < DIM
     slot = tl.load(slots + row)

@@ -128,7 +128,7 @@ def put_heads(
 ):  # fmt: skip
     let_next_begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)  # a row's cache may have more than 2**31 numbers
     at = tl.arange(0, BLOCK)
     real = at < DIM
     half = (at + DIM // 2) % DIM
