@@ -321,6 +321,20 @@ WRONG = [
         "third to last dimension 3, expected 1 or 2. "
         "Rank 3 is read as (heads, q_length, k_length); for one mask per row give (batch, 1, q_length, k_length).",
     ),
+    (
+        "mask",
+        {"mask": fb.mask_for(4, 4, causal=True)},
+        "mask is a Masked; expected a torch.Tensor, boolean (True = attend) or additive. Give both with "
+        "**masked.arguments().",
+    ),
+    (
+        "mask",
+        {"q": torch.zeros(3, 2, 4, 8), "k": torch.zeros(3, 2, 4, 8), "v": torch.zeros(3, 2, 4, 8)}
+        | {"mask": torch.ones(3, 4)},
+        "mask has shape (3, 4) and does not broadcast to (batch, heads, q_length, k_length) = (3, 2, 4, 4): "
+        "second to last dimension 3, expected 1 or 4. If it says which keys of each row are real, give "
+        "mask_info=MaskInfo(keys=mask.bool()) in its place.",
+    ),
     ("mask_info", {"mask_info": "causal"}, "mask_info is a str; expected fuseboard.MaskInfo."),
     (
         "mask_info",

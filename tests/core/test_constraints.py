@@ -301,8 +301,10 @@ def test_a_guard_that_raises_refuses():
     limits = attrs.evolve(NOTHING, guards=[fb.Guard("odd", lambda _call, sizes: 1 / 0, "whatever")])
 
     assert [str(each) for each in guard(limits, "acme", PLAIN, SIZES)] == [
-        "odd is unknown, its check raised ZeroDivisionError, allowed whatever"
+        "odd is unknown, its guard raised ZeroDivisionError: division by zero, allowed whatever"
     ]
+    (refusal,) = guard(limits, "acme", PLAIN, SIZES)
+    assert refusal.reason == "its guard 'odd' raised ZeroDivisionError: division by zero"
 
 
 def test_known_bad_combinations_refuse_the_calls_they_concern():

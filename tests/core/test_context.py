@@ -522,3 +522,13 @@ def test_a_process_binding_reaches_backward_hooks_and_recomputation_on_other_thr
     # Once more for backward: checkpointing stops that by an exception, so it is no call that was answered.
     assert kernel.calls == 2
     assert run.report()["attention"]["used"] == {"a": 1}
+
+
+def test_what_is_no_run_or_no_iterator_is_refused_when_it_is_given():
+    for binds in (lambda: fb.bind("fast", run={}), lambda: fb.bind_process("fast", run={})):
+        with pytest.raises(fb.InputError, match=r"run is a dict; expected a fuseboard\.Run, or None"):
+            binds()
+    for wrong in ([1, 2], lambda: 1, None):
+        with pytest.raises(fb.InputError, match=f"generator is a {type(wrong).__name__}; expected what a generator"):
+            fb.steps(wrong, "fast")
+    assert context.bound() is None

@@ -355,6 +355,43 @@ def test_inputs_that_a_first_call_corrupted_are_restored_for_the_next_backend(si
     assert all(same_bits(each, was) for each, was in zip((q, k, v, mask), before, strict=True))
 
 
+def wrote(into):
+    """What is right, after it has written into an input."""
+
+    def then(q, k, v, *, mask, **_rest):
+        {"q": q, "k": k, "v": v, "mask": mask}[into].mul_(2)
+        return sdpa(q, k, v, attn_mask=mask)
+
+    return then
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "mask"])
+def test_an_input_that_a_kernel_changed_and_answered_is_given_back_and_the_answer_is_not_used(site, name):
+    kernel, run = Fake(wrote(name)), fb.Run()
+    given = dict(zip(("q", "k", "v"), qkv(), strict=True)) | {"mask": torch.randn(4, 4)}
+    before = {key: each.clone() for key, each in given.items()}
+    with registered(("bad", kernel)), fb.bind("fast", run=run):
+        out = fb.attention(**given, site=site)
+
+    assert all(torch.equal(given[key], each) for key, each in before.items())
+    assert same_bits(out, sdpa(given["q"], given["k"], given["v"], attn_mask=given["mask"]))
+    assert run.report()["attention"]["used"] == {"reference": 1}
+    assert f"it wrote into {name}, and no input may be written" in str(run.report()["attention"])
+
+
+def test_larger_inputs_that_a_proven_kernel_changes_are_an_error_and_not_a_wrong_number(site):
+    kernel = Fake()
+    with registered(("bad", kernel)), fb.bind("fast"):
+        fb.attention(*qkv(), site=site)
+        kernel.then = wrote("k")
+        q, k, v = qkv(q_length=9, k_length=9)
+        with pytest.raises(InputChangedError, match=r"it wrote into k, .* after it had written into k"):
+            fb.attention(q, k, v, site=site)
+        kernel.then = None
+        fb.attention(q, k, v, site=site)
+    assert kernel.calls == 2
+
+
 def test_inputs_that_hold_nan_count_as_unchanged(site):
     q, k, v = qkv()
     q[0, 0, 0, 0] = torch.nan
@@ -384,6 +421,12 @@ def test_a_later_call_that_corrupts_an_input_is_an_error_and_not_a_wrong_number(
     )
     assert (caught.value.backend, caught.value.arguments) == ("bad", (name,))
     assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_a_structure_that_is_none_is_refused_with_nothing_bound_too(site):
+    for binding in (contextlib.nullcontext(), fb.bind("auto"), fb.bind("fast")):
+        with binding, pytest.raises(InputError, match=r"mask_info is a dict; expected fuseboard\.MaskInfo"):
+            fb.attention(*qkv(), site=site, mask_info={"causal": True})
 
 
 def test_an_input_whose_history_a_kernel_changed_is_not_restored_by_its_values_alone(site):
@@ -616,7 +659,7 @@ except RuntimeError as error: print(error)
 
     assert out.splitlines() == [
         *["mask_info (bottom-right causal) does not describe its dense "] * 2,
-        "site_calls() needs FUSEBOARD_TEST=count in the environment before fuseboard is imported.",
+        "site_calls() needs FUSEBOARD_TEST=count in the environment before the first attention call or policy.",
     ]
 
 

@@ -463,3 +463,10 @@ def test_structures_are_made_inside_of_a_compiled_function(dense):
     torch._dynamo.reset()
 
     assert torch.equal(torch.compile(attend, backend="eager")(q, keys), attend(q, keys))
+
+
+@pytest.mark.parametrize("wrong", [-1, 4.0, "4", True, None])
+def test_a_length_that_is_none_is_refused(wrong):
+    for lengths, name in (((wrong, 4), "q_length"), ((4, wrong), "k_length")):
+        with pytest.raises(InputError, match=f"{name} is {wrong!r}; expected an int of 0 or more"):
+            mask_for(*lengths, causal=True)

@@ -337,6 +337,12 @@ LINE = "pip install --no-deps acme-kernels"
         ("rank", lambda call: None, "gave None; expected int or float", float("inf")),
         ("tolerance", lambda dtype: raise_(KeyError("x")), "raised KeyError: 'x'", 0.0),
         ("tolerance", lambda dtype: "2e-3", "gave '2e-3'; expected int or float", 0.0),
+        *(
+            ("tolerance", lambda dtype, bad=bad: bad, f"gave {bad}; expected a number of 0 or more and below 1", 0.0)
+            for bad in (10.0, float("inf"), float("nan"), -1)
+        ),
+        ("rank", lambda call: float("nan"), "gave nan; expected microseconds, 0 or more", float("inf")),
+        ("rank", lambda call: -5, "gave -5; expected microseconds, 0 or more", float("inf")),
         ("install_line", lambda torch_version: raise_(KeyError("x")), "raised KeyError: 'x'", LINE),
         ("install_line", lambda torch_version: None, "gave None; expected str", LINE),
     ],

@@ -52,6 +52,12 @@ def test_a_site_needs_a_name(name):
         fb.Site(name)
 
 
+@pytest.mark.parametrize("name", ["a.*", "a?", "a.[0]", "a]"])
+def test_a_name_that_policies_would_read_as_a_pattern_is_refused(name):
+    with pytest.raises(SiteError, match=r"expected none of \* \? \[ \], with which policies select several sites"):
+        fb.Site(name)
+
+
 def test_a_reference_must_be_a_function_that_takes_q_k_and_v():
     with pytest.raises(SiteError, match=r"reference is 3; expected a function of \(q, k, v, \.\.\.\)"):
         fb.Site("no reference", reference=3)

@@ -672,3 +672,10 @@ def test_no_more_run_at_once_than_asked():
     parallel.run_all([work] * 50, 2)
 
     assert 1 <= most <= 2
+
+
+def test_a_plugin_that_ends_or_holds_up_who_loads_it_is_told_how_to_keep_it_out(found):
+    told = {text.partition(" ")[0]: list(lines) for text, lines in table._wrong(found).items}
+
+    assert told["stuck"] == ["FUSEBOARD_DISABLE=stuck"]
+    assert told["syntax"] == []

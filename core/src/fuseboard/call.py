@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fuseboard.errors import InputError
-from fuseboard.masks import MaskInfo, Structure
+from fuseboard.masks import Masked, MaskInfo, Structure, check_kind
 
 __all__ = ["Call", "Lengths", "MaskKind", "Sizes", "describe", "is_lowered", "lowered"]
 
@@ -309,7 +309,8 @@ def _check_mask(mask: Tensor | None, q: Tensor, sizes: Sizes) -> None:
     if mask is None:
         return
     if not isinstance(mask, Tensor):
-        msg = f"mask is a {type(mask).__name__}; expected a torch.Tensor, boolean (True = attend) or additive."
+        both = " Give both with **masked.arguments()." if isinstance(mask, Masked) else ""
+        msg = f"mask is a {type(mask).__name__}; expected a torch.Tensor, boolean (True = attend) or additive.{both}"
         raise InputError("mask", msg)
     if mask.device != q.device:
         msg = f"mask is on {mask.device} and q on {q.device}; move it to q's device."
@@ -329,21 +330,23 @@ def _check_mask(mask: Tensor | None, q: Tensor, sizes: Sizes) -> None:
             if axis <= 4  # noqa: PLR2004
             else f"{mask.dim()} dimensions, expected at most 4"
         )
-        hint = (
-            " Rank 3 is read as (heads, q_length, k_length); for one mask per row give (batch, 1, q_length, k_length)."
-        )
+        hint = ""
+        if mask.dim() == 3:  # noqa: PLR2004
+            hint = " Rank 3 is read as (heads, q_length, k_length); for one mask per row "
+            hint += "give (batch, 1, q_length, k_length)."
+        elif tuple(mask.shape) == (sizes.batch, sizes.k_length):
+            hint = (
+                " If it says which keys of each row are real, give mask_info=MaskInfo(keys=mask.bool()) in its place."
+            )
         msg = (
             f"mask has shape {tuple(mask.shape)} and does not broadcast to "
-            f"(batch, heads, q_length, k_length) = {want}: {detail}."
-            f"{hint if mask.dim() == 3 else ''}"  # noqa: PLR2004
+            f"(batch, heads, q_length, k_length) = {want}: {detail}.{hint}"
         )
         raise InputError("mask", msg)
 
 
 def _check_mask_info(info: MaskInfo, q: Tensor, sizes: Sizes) -> None:
-    if not isinstance(info, MaskInfo):
-        msg = f"mask_info is a {type(info).__name__}; expected fuseboard.MaskInfo."
-        raise InputError("mask_info", msg)
+    check_kind(info)
     if info.keys is None:
         return
     if tuple(info.keys.shape) != (sizes.batch, sizes.k_length):

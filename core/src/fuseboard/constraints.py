@@ -377,7 +377,9 @@ def _guarded(each: Guard, backend: str, call: Call, sizes: Sizes) -> Refusal | N
             return None
         actual = str(each.actual(sizes)) if each.actual is not None else "not so"
     except Exception as error:  # noqa: BLE001 - a plugin's function must not harm the call
-        actual = f"unknown, its check raised {type(error).__name__}"
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        actual = f"unknown, its guard raised {said}"
+        return Refusal(backend, each.rule, actual, each.allowed, None, f"its guard {each.rule!r} raised {said}")
     return Refusal(backend, each.rule, actual, each.allowed, each.nearest, f"{each.rule} not {each.allowed}")
 
 

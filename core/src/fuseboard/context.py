@@ -15,12 +15,12 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
+from fuseboard.errors import InputError
 from fuseboard.policy import Policy, policy_for
+from fuseboard.run import Run
 
 if TYPE_CHECKING:
     from types import TracebackType
-
-    from fuseboard.run import Run
 
 __all__ = ["Binding", "ProcessBinding", "bind", "bind_process", "bound", "steps"]
 
@@ -38,6 +38,9 @@ class Binding:
     __slots__ = ("policy", "run")
 
     def __init__(self, policy: Policy, run: Run | None) -> None:
+        if run is not None and not isinstance(run, Run):
+            msg = f"run is a {type(run).__name__}; expected a fuseboard.Run, or None to record nothing."
+            raise InputError("run", msg)
         self.policy = policy
         self.run = run
         if run is not None:
@@ -183,10 +186,14 @@ def steps(
 
     Raises:
         PolicyError: There is no such policy.
+        InputError: It is no iterator.
     """
     binding = Binding(policy_for(policy), run)
     if isinstance(generator, AsyncIterator):
         return _async_steps(generator, binding)
+    if not isinstance(generator, Iterator):
+        msg = f"generator is a {type(generator).__name__}; expected what a generator function gives when it is called."
+        raise InputError("generator", msg)
     context = contextvars.copy_context()
     context.run(BOUND.set, binding)
     return _Steps(generator, context)

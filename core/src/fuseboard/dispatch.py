@@ -80,10 +80,10 @@ def attention(
         `(batch, heads, q_length, v_head_dim)`.
 
     Raises:
-        InputError: `site` is no Site; or, under a policy other than `auto`, another argument cannot be right. No kernel
-            was called.
+        InputError: `site` is no Site, `mask_info` no MaskInfo; or, under a policy other than `auto`, another argument
+            cannot be right. No kernel was called.
         RefusedError: The bound policy is strict and its backend cannot answer.
-        InputChangedError: A backend raised after it had written into its inputs.
+        InputChangedError: A backend had written into its inputs, and their values could not be given back.
     """
     try:
         reference = site.reference
@@ -297,7 +297,7 @@ class _Request:
             before = _versions(self.q, self.k, self.v, self.mask)
             try:
                 out = self._call(route.kernel, route)
-                self._check(out)
+                self._check(out, before)
             except Exception as error:  # noqa: BLE001 - what it means is decided below
                 caught = error
             else:
@@ -401,8 +401,12 @@ class _Request:
             dropout_p=self.dropout_p,
         )
 
-    def _check(self, out: object) -> None:
-        """Hold the first answer of a backend for a kind of call against what it must be."""
+    def _check(self, out: object, before: tuple[int, ...] | None) -> None:
+        """Hold the first answer of a backend for such tensors against what it must be, and see what it wrote into."""
+        written = self._written(before)
+        if written:
+            msg = f"it wrote into {' and '.join(written)}, and no input may be written"
+            raise RuntimeError(msg)
         want = (*self.q.shape[:3], self.v.shape[3])
         if not isinstance(out, Tensor):
             msg = f"it returned a {type(out).__name__}, expected a tensor"
@@ -447,11 +451,16 @@ class _Request:
                 else:
                     # Written into with gradients recorded: its values are back, its history is not.
                     lost += [name] if inputs[name].grad_fn is not node else []
-        elif before is not None:
-            after = _versions(self.q, self.k, self.v, self.mask) or before
-            names = ("q", "k", "v", "mask")
-            lost = [name for name, then, now in zip(names, before, after, strict=True) if then != now]
+        else:
+            lost = self._written(before)
         return lost
+
+    def _written(self, before: tuple[int, ...] | None) -> list[str]:
+        """The inputs that torch wrote into since they had these versions."""
+        after = _versions(self.q, self.k, self.v, self.mask)
+        if before is None or after is None:
+            return []
+        return [name for name, then, now in zip(("q", "k", "v", "mask"), before, after, strict=True) if then != now]
 
 
 def _same(left: Tensor, right: Tensor) -> bool:
@@ -478,6 +487,6 @@ def site_calls() -> dict[str, int]:
         RuntimeError: The setting was not there when fuseboard was loaded, so that nothing was counted.
     """
     if not _settings.test_count:
-        msg = "site_calls() needs FUSEBOARD_TEST=count in the environment before fuseboard is imported."
+        msg = "site_calls() needs FUSEBOARD_TEST=count in the environment before the first attention call or policy."
         raise RuntimeError(msg)
     return {name: 0 if site.calls is None else site.calls.value() for name, site in sites().items()}

@@ -26,6 +26,7 @@ __all__ = [
     "MaskInfo",
     "Masked",
     "Structure",
+    "check_kind",
     "check_mask_info",
     "in_form",
     "mask_for",
@@ -249,6 +250,17 @@ class Masked(NamedTuple):
         return {"mask": self.dense, "mask_info": self.info}
 
 
+def check_kind(info: object) -> None:
+    """Raise unless it is a MaskInfo.
+
+    Raises:
+        InputError: It is something else.
+    """
+    if not isinstance(info, MaskInfo):
+        msg = f"mask_info is a {type(info).__name__}; expected fuseboard.MaskInfo."
+        raise InputError("mask_info", msg)
+
+
 def mask_for(
     q_length: int,
     k_length: int,
@@ -278,8 +290,12 @@ def mask_for(
         device: Where to build it; default the keys' device, else the CPU.
 
     Raises:
-        InputError: `keys` do not fit `k_length`, or a value means nothing.
+        InputError: A length is none, `keys` do not fit `k_length`, or a value means nothing.
     """
+    for name, length in (("q_length", q_length), ("k_length", k_length)):
+        if isinstance(length, bool) or not isinstance(length, (int, torch.SymInt)) or length < 0:
+            msg = f"{name} is {length!r}; expected an int of 0 or more."
+            raise InputError(name, msg)
     _check_padding(padding)
     if keys is not None:
         MaskInfo(keys)  # its dtype and rank, before anything is read of it

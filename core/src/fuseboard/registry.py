@@ -19,7 +19,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import attrs
 import pluggy
@@ -335,22 +335,23 @@ class Registry:
             # A hook that raises or lies later must not harm the call that asked: it gets the cautious answer, and a
             # Fault.
             exactness=self._cautious(entry, "exactness", exactness, Exactness, Exactness.APPROXIMATE),
-            tolerance=self._cautious(entry, "tolerance", tolerance, (int, float), 0.0),
-            rank=self._cautious(entry, "rank", rank, (int, float), math.inf),
+            tolerance=self._cautious(entry, "tolerance", tolerance, (int, float), 0.0, _TOLERANCES),
+            rank=self._cautious(entry, "rank", rank, (int, float), math.inf, _RANKS),
             probe=probe,
             known_bad=known_bad,
             install=self._cautious(entry, "install_line", install, str, f"pip install --no-deps {entry.distribution}"),
         )
 
     def _cautious(
-        self, entry: Entry, hook: str, ask: Callable[..., Any], kind: type | tuple[type, ...], default: T
-    ) -> Callable[..., T]:
+        self, entry: Entry, hook: str, ask: Callable[..., Any], kind: type | tuple[type, ...], default: T,
+        among: _Range | None = None,
+    ) -> Callable[..., T]:  # fmt: skip
         told = False
 
         def asked(*given: Any) -> T:
             nonlocal told
             try:
-                answer: T = _answer(hook, ask, kind, *given)
+                answer: T = _answer(hook, ask, kind, *given, among=among)
             except Exception as error:  # noqa: BLE001 - a hook may raise anything
                 if not told:
                     told = True
@@ -359,6 +360,18 @@ class Registry:
             return answer
 
         return asked
+
+
+class _Range(NamedTuple):
+    """What numbers a hook may give, and that in words."""
+
+    admits: Callable[[Any], bool]
+    words: str
+
+
+# Outputs of inputs from N(0, 1) are hardly larger than 1, so that from there on nothing would be wrong.
+_TOLERANCES = _Range(lambda value: 0.0 <= value < 1.0, "a number of 0 or more and below 1")
+_RANKS = _Range(lambda value: value >= 0.0, "microseconds, 0 or more")
 
 
 class _HookError(Exception):
@@ -370,14 +383,20 @@ def _never(*_arguments: object) -> Any:
     raise AssertionError(msg)
 
 
-def _answer(hook: str, ask: Callable[..., Any], kind: type | tuple[type, ...], *given: Any) -> Any:
+def _answer(
+    hook: str, ask: Callable[..., Any], kind: type | tuple[type, ...], *given: Any, among: _Range | None = None
+) -> Any:
     """What a hook says. What it does wrong is told with the hook's name and the plugin's line."""
     try:
         value = ask(*given)
     except Exception as error:
         msg = f"hook {hook} raised {first_line(error).rstrip('.')}{_raised(error) or _defined(ask)}."
         raise _HookError(msg) from error
-    return _typed(hook, ask, value, kind)
+    _typed(hook, ask, value, kind)
+    if among is not None and not among.admits(value):
+        msg = f"hook {hook} gave {shown(value)}; expected {among.words}{_defined(ask)}."
+        raise _HookError(msg)
+    return value
 
 
 def _listed(hook: str, ask: Callable[..., Any], kind: type) -> tuple[Any, ...]:

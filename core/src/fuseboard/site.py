@@ -12,6 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from fuseboard.errors import SiteError
+from fuseboard.masks import check_kind
 
 if TYPE_CHECKING:
     from fuseboard.chain import Table
@@ -41,7 +42,7 @@ class Site:
         approx_ok: False: no backend that is not exact answers; autoregressive models set it, since their errors add up.
 
     Raises:
-        SiteError: The name is empty or another living site's, or the reference cannot take q, k and v.
+        SiteError: The name is empty, a pattern or another living site's, or the reference cannot take q, k and v.
     """
 
     __slots__ = ("__weakref__", "_mask_name", "approx_ok", "calls", "name", "reference", "swappable", "tables")
@@ -56,6 +57,9 @@ class Site:
     ) -> None:
         if not isinstance(name, str) or not name.strip():
             msg = f"a site's name is {name!r}; expected a word such as 'engine.part'."
+            raise SiteError(msg)
+        if set(name) & set("*?[]"):
+            msg = f"a site's name is {name!r}; expected none of * ? [ ], with which policies select several sites."
             raise SiteError(msg)
         if reference is not None and not callable(reference):
             msg = f"site {name!r}: reference is {reference!r}; expected a function of (q, k, v, ...)."
@@ -89,6 +93,8 @@ class Site:
         mask_info: MaskInfo | None,
     ) -> Tensor:
         """The reference's result. A structure that came without its dense mask is written out for it."""
+        if mask_info is not None:
+            check_kind(mask_info)
         if mask is None and mask_info is not None and not mask_info.structure(q.shape[-2], k.shape[-2]).is_open:
             mask = mask_info.dense(q.shape[-2], k.shape[-2], q.device)
         # Only what differs from the default: parsing a keyword costs torch about a tenth of a microsecond, and a

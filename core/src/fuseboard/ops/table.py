@@ -219,7 +219,13 @@ def _wrong(found: Mapping[str, Any]) -> Section:
         items.append((f"torch cannot be imported: {found['torch']['error']}", ()))
     for each in found["backends"]:
         if each["state"] == FAULTY:
-            items.append((f"{each['name']} of {each['distribution']} {each['version']}: {each['reason']}", ()))
+            # A host loads the plugin's module itself.
+            ends = each["reason"].endswith(STAGES["plugin"])
+            advice = ", as a host that loads it would; block it:" if ends else ""
+            lines = [f"FUSEBOARD_DISABLE={each['name']}"] if ends else []
+            items.append(
+                (f"{each['name']} of {each['distribution']} {each['version']}: {each['reason']}{advice}", lines)
+            )
         items += [
             (f"{each['name']} of {each['distribution']} {each['version']}: {text}", ()) for text in each["faults"]
         ]
