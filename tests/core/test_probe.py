@@ -160,7 +160,10 @@ def test_a_kernel_that_cannot_be_called_is_a_reason(kernel):
 def test_a_kernel_that_raises_in_the_self_test_is_a_reason():
     found = judged(kernel=lambda: Fake(lambda *_, **__: raise_(RuntimeError("no kernel image"))))
 
-    assert (found.stage, found.reason) == ("self-test", "self-test failed: RuntimeError: no kernel image")
+    assert (found.stage, found.reason) == (
+        "self-test",
+        "self-test failed (float32, lengths 1x77, head dim 64, gqa): RuntimeError: no kernel image",
+    )
 
 
 def test_a_kernel_that_lies_is_a_reason():

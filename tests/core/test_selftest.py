@@ -3,7 +3,7 @@ from __future__ import annotations
 import attrs
 import pytest
 import torch
-from fakes import CPU, EVERY_STRUCTURE, Fake, entry, qkv, registered, right, sdpa
+from fakes import CPU, EVERY_STRUCTURE, Fake, entry, entry_of, hooks_of, qkv, registered, right, sdpa
 
 import fuseboard as fb
 from fuseboard import selftest
@@ -188,8 +188,29 @@ def test_a_kernel_that_lies_is_caught_and_for_its_own_reason(kernel, case, probl
 
 
 def test_an_error_in_backward_is_not_swallowed():
-    with pytest.raises(ZeroDivisionError):  # the probe makes a reason of it
-        verdict_on(raises_in_backward, **CLAIMS)
+    assert verdict_on(raises_in_backward, **CLAIMS) == (
+        "self-test failed (float32, lengths 65x65, head dim 64, gqa, backward): ZeroDivisionError: division by zero"
+    )
+
+
+def test_an_error_is_told_with_its_case():
+    def kernel(q, k, v, **given):
+        if q.shape[2] % 2:
+            raise RuntimeError("odd lengths unsupported")
+        return right(q, k, v, **given)
+
+    said = "self-test failed (float32, lengths 1x77, head dim 64, gqa): RuntimeError: odd lengths unsupported"
+    assert verdict_on(kernel) == said
+
+
+@pytest.mark.parametrize(("exact", "tolerance", "ok"), [(True, 8e-4, True), (True, 0.5, False), (False, 0.5, True)])
+def test_a_backend_that_calls_itself_exact_asks_for_no_more_than_rounding(exact, tolerance, ok):
+    hooks = hooks_of(right, exact=exact) | {"tolerance": lambda dtype: tolerance}
+    backend = Registry([entry_of("x", **hooks)], Settings()).resolve("x")
+    said = selftest.run(backend, right, CPU)
+
+    assert (said is None) is ok, said
+    assert ok or "it calls itself exact but for rounding, and its tolerance is 0.5, where rounding stays below" in said
 
 
 def test_a_kernel_is_never_given_what_it_does_not_claim():
@@ -240,7 +261,7 @@ def test_the_declared_tolerance_decides():
     def kernel(q, k, v, **given):
         return right(q, k, v, **given) + 0.01
 
-    strict = Registry([entry("x", kernel)], Settings()).resolve("x")
+    strict = Registry([entry("x", kernel, exact=False)], Settings()).resolve("x")
     lax = attrs.evolve(strict, tolerance=lambda dtype: 0.011)
     case = selftest.Case(torch.float32, 65, 65, 64, 64)
 

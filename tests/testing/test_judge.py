@@ -108,6 +108,43 @@ def test_what_the_constraints_refuse_is_named_by_its_rule():
     assert not outcome.failed
 
 
+@pytest.mark.parametrize(("answer", "kind"), [(lambda out: None, "NoneType"), (lambda out: (out, None), "tuple")])
+@pytest.mark.parametrize("later", [False, True])
+def test_what_is_no_tensor_is_told_by_its_kind(answer, kind, later):
+    def kernel(q, k, v, *, causal, **given):
+        out = doubles.fake_backend("x").kernel()(q, k, v, causal=causal, **given)
+        return out if causal and later else answer(out)
+
+    with doubles.registered(doubles.fake_backend("no-tensor", kernel)):
+        outcome = Kit.open("no-tensor", "cpu").judge(Case(torch.float32, 8, 8, 32, 32, causal=True))
+    where = "after causal was moved: " if later else ""
+    assert str(outcome) == f"wrong: {where}it returned a {kind}, expected a tensor"
+
+
+@pytest.mark.parametrize(("said", "rule"), [(3, "declined"), (None, "import")])
+def test_the_label_of_a_refusal_is_said_once(said, rule):
+    kernel = doubles.fake_backend("x").kernel()
+    kernel = type("Asked", (), {"declines": lambda *_, **__: said, "__call__": lambda _, *a, **b: kernel(*a, **b)})()
+    hooks = {"kernel": lambda: kernel if said is not None else None}
+    with doubles.registered(doubles.fake_backend("asked", hooks=hooks)):
+        outcome = Kit.open("asked", "cpu").judge(Case(torch.float32, 8, 8, 32, 32))
+    assert str(outcome).startswith(f"refused ({rule}): ")
+    assert not outcome.detail.startswith(rule)
+
+
+def test_a_guard_that_raises_is_the_plugins_fault_and_the_cases_are_made():
+    guards = [
+        Guard("batch", lambda _call, sizes: sizes.n < 9, "at most 8"),
+        Guard("heads", lambda _call, sizes: sizes.heads > 8, "more than 8", lambda sizes: sizes.n),
+    ]
+    with doubles.registered(doubles.fake_backend("guarded", guards=guards)):
+        kit = Kit.open("guarded", "cpu")
+        made = cases(kit.backend.constraints, kit.device)
+        faults = kit.faults(made[::40])
+    assert "guard 'batch' raised AttributeError: 'Sizes' object has no attribute 'n'." in faults
+    assert "guard 'heads' raised AttributeError: 'Sizes' object has no attribute 'n'." in faults
+
+
 def test_a_kernel_that_raises_under_attention_is_no_refusal():
     with doubles.registered(doubles.liars.fails_on_the_second_call):
         kit = Kit.open("fails-on-the-second-call", "cpu")

@@ -52,7 +52,7 @@ def test_a_liar_is_red_and_the_message_names_case_and_reason(kit):
 def test_a_backend_that_refuses_everything_is_red(kit):
     done = kit("refuses-everything", f"{LIARS}.refuses_everything", "-k", "test_admits_something")
     assert done.returncode == 1
-    assert "refuses-everything refuses every case on cpu: queries: queries is many, allowed none" in done.stdout
+    assert "refuses-everything refuses every case on cpu: queries is many, allowed none" in done.stdout
 
 
 def test_a_failed_self_test_is_red(kit):
@@ -78,6 +78,18 @@ def test_a_hook_that_raises_about_some_calls_is_red(kit):
     assert done.returncode == 1
     said = "misspelt: the plugin is at fault: hook rank raised AttributeError: 'Sizes' object has no attribute 'lenght'"
     assert said in done.stdout
+
+
+def test_a_guard_that_raises_is_red_and_does_not_stop_the_run(kit):
+    source = (
+        "import fuseboard as fb\nfrom fuseboard.testing import doubles\n\n"
+        "guards = [fb.Guard('batch', lambda call, sizes: sizes.n < 9, 'small')]\n"
+        "plugin = doubles.fake_backend('guarded', guards=guards)\n"
+    )
+    done = kit("guarded", "double_source:plugin", "-k", "test_hooks", source=source)
+    assert done.returncode == 1
+    assert "guard 'batch' raised AttributeError: 'Sizes' object has no attribute 'n'." in done.stdout
+    assert "INTERNALERROR" not in done.stdout + done.stderr
 
 
 def test_hooks_that_answer_every_call_are_green(kit):

@@ -15,7 +15,8 @@ from fuseboard.testing import doubles, matrix
 from fuseboard.testing.cases import Case, cases, few
 from fuseboard.testing.dropout import dropout_problem
 from fuseboard.testing.judge import Kit
-from fuseboard.testing.surroundings import CHECKS, captured, judge
+from fuseboard.testing.process import switches
+from fuseboard.testing.surroundings import CHECKS, UNASKED, captured, judge
 
 spec = importlib.util.spec_from_file_location("fuseboard_tests_tape", Path(__file__).with_name("tape.py"))
 assert spec is not None
@@ -68,6 +69,124 @@ def test_a_call_that_is_off_once_overwritten_is_told_with_the_tolerance():
     assert str(outcome) == "wrong (overwritten): its output is off by 0.01, tolerance 0.0001"
 
 
+def test_a_kernel_that_is_wrong_anyhow_is_not_asked_about_overwriting():
+    found = outcomes(doubles.liars.off_by_a_hundredth, CHECKS["overwritten"])
+    assert {str(each) for each in found} == {f"refused ({UNASKED}): it is wrong before anything is overwritten"}
+
+
+def attend(q, k, v, **given):
+    return doubles.fake_backend("x").kernel()(q, k, v, **given)
+
+
+def said_of(kernel, name, **more):
+    """What a check says of a kernel at its plain case; the kernel is called plainly before, as by the kit."""
+    case = Case(torch.float32, 33, 65, 32, 32, **more)
+    with doubles.registered(doubles.fake_backend("it", kernel)):
+        kit = Kit.open("it", "cpu")
+        assert kit.judge(case).word == "ok"
+        return str(judge(kit, CHECKS[name], case))
+
+
+def test_an_output_in_a_buffer_that_the_next_call_fills_anew_is_caught():
+    buffers = {}
+
+    def kernel(q, k, v, **given):
+        out = attend(q, k, v, **given)
+        key = (out.shape, torch.is_inference_mode_enabled())
+        return buffers.setdefault(key, torch.empty_like(out)).copy_(out)
+
+    assert said_of(kernel, "repeated") == "wrong (repeated): it returned memory that an earlier output still uses"
+
+
+def test_a_gradient_in_a_buffer_that_the_next_call_fills_anew_is_caught():
+    buffers = {}
+
+    class Buffered(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q):
+            return q.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return buffers.setdefault(grad.shape, torch.empty_like(grad)).copy_(grad)
+
+    found = said_of(lambda q, k, v, **given: attend(Buffered.apply(q), k, v, **given), "repeated", grad="qkv")
+    assert found == "wrong (repeated): it returned memory that an earlier gradient of q still uses"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda: torch.manual_seed(0), "the default generator of cpu"),
+        (lambda: torch.rand(1), "the default generator of cpu"),
+        (
+            lambda: torch.set_float32_matmul_precision("medium"),
+            "float32 matmul precision (highest to medium) and allow_tf32 of matmul (False to True)",
+        ),
+        (lambda: torch.use_deterministic_algorithms(True), "deterministic algorithms (0 to 2)"),
+        (lambda: torch.set_default_dtype(torch.float64), "default dtype (torch.float32 to torch.float64)"),
+        (lambda: torch.set_grad_enabled(True), "grad mode (False to True)"),
+        (lambda: setattr(torch.backends.cudnn, "allow_tf32", False), "allow_tf32 of cudnn (True to False)"),
+        (lambda: setattr(torch.backends.cudnn, "benchmark", True), "cudnn.benchmark (False to True)"),
+        (lambda: torch.backends.cuda.enable_flash_sdp(False), "flash sdp (True to False)"),
+        (lambda: torch.set_num_threads(3), "number of threads (1 to 3)"),
+    ],
+)
+def test_what_a_call_changes_in_the_process_is_named_and_put_back(change, said):
+    def kernel(q, k, v, **given):
+        out = attend(q, k, v, **given)
+        change()
+        return out
+
+    threads = torch.get_num_threads()
+    with torch.random.fork_rng(devices=[]):
+        torch.set_num_threads(1)
+        try:
+            before = switches()
+            assert said_of(kernel, "process") == f"wrong (process state): it changed {said}"
+            assert switches() == before
+        finally:
+            torch.set_num_threads(threads)
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch has no newer switches")
+def test_a_switch_that_torch_refuses_to_tell_is_named_and_put_back():
+    def kernel(q, k, v, **given):
+        out = attend(q, k, v, **given)
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        return out
+
+    before = switches()
+    try:
+        found = said_of(kernel, "process")
+        assert "allow_tf32 of matmul (False to a mix of torch's old and new switches)" in found
+        assert switches() == before
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
+
+
+def test_what_a_backward_changes_in_the_process_is_named_and_the_random_numbers_go_on():
+    def kernel(q, k, v, **given):
+        out = attend(q, k, v, **given)
+        if out.requires_grad:
+            out.register_hook(lambda grad: torch.manual_seed(0) and None)
+        return out
+
+    with doubles.registered(doubles.fake_backend("it", kernel)):
+        kit = Kit.open("it", "cpu")
+        kit.verdict()
+        before = torch.get_rng_state()
+        found = judge(kit, CHECKS["process"], Case(torch.float32, 33, 65, 32, 32, grad="qkv"))
+    assert str(found) == "wrong (process state): its backward changed the default generator of cpu"
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_kernel_of_the_least_claims_is_compiled_too():
+    least = dict.fromkeys(("gqa", "mask_grad", "custom_scale", "negative_scale", "backward", "empty"), False)
+    double = doubles.fake_backend("least", dtypes={torch.float32}, masks=(), structures=(), causal=(), **least)
+    assert Counter(each.word for each in outcomes(double, CHECKS["compiled"])) == {"ok": 1, "refused": 5}
+
+
 @pytest.mark.parametrize("liar", sorted(REASONS.keys() - {"drifts", "remembers_outputs"}))
 def test_such_a_liar_is_right_when_its_calls_are_made_plainly(liar):
     with doubles.registered(getattr(doubles.liars, liar)):
@@ -118,7 +237,7 @@ def test_a_kernel_that_declines_captures_is_refused_and_answers_again_afterwards
 
     found = on_tape(doubles.fake_backend("declining", kernel, dtypes={torch.float32}))
     assert {(each.word, each.about) for each in found} == {("refused", "declined")}
-    assert found[0].detail == "declined: it waits for the device, which a capture forbids"
+    assert str(found[0]) == "refused (declined): it waits for the device, which a capture forbids"
 
 
 def test_a_failed_capture_that_costs_the_device_ends_the_kit():
@@ -238,9 +357,18 @@ def test_failures_are_summed_up_by_kind_the_commonest_first():
     records += [{"word": "raised", "about": "captured", "case": "c", "detail": "RuntimeError: no"}]
     records += [{"word": "refused", "about": "gqa", "case": "d", "detail": ""}]
     assert matrix.failures(records) == [
-        "    2 x wrong: its output is off by …, tolerance …, as in a",
+        "    2 x wrong: its output is off by …, tolerance …, as in a: its output is off by 0.31, tolerance 1e-4",
         "    1 x raised (captured): RuntimeError: no, as in c",
     ]
+
+
+def test_a_kind_of_failure_keeps_the_digits_of_names():
+    detail = "it returned torch.bfloat16 (2, 33) on cuda:0, expected torch.float8_e4m3fn (2, 65) on cuda:0; at 33x65"
+    (line,) = matrix.failures([{"word": "wrong", "about": "", "case": "a", "detail": detail}])
+    assert line == (
+        "    1 x wrong: it returned torch.bfloat16 (…, …) on cuda:…, expected torch.float8_e4m3fn (…, …) on cuda:…; "
+        f"at …x…, as in a: {detail}"
+    )
 
 
 # ---- dropout

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fuseboard.call import describe
-from fuseboard.constraints import Constraints, Guard, HeadDims, admit, guard
+from fuseboard.constraints import Constraints, HeadDims, admit, guard
 from fuseboard.masks import MaskInfo, Structure, to_additive
 from fuseboard.testing.models import MODELS
 
@@ -361,7 +361,7 @@ def _all(limits: Constraints, device: torch.device) -> Iterator[Case]:
         yield from family(plain)
     yield from _head_dims(plain, limits)
     for limit in limits.guards:
-        yield from _guards(plain, limit, device)
+        yield from _guards(plain, attrs.evolve(limits, guards=(limit,)), device)
     for dtype in dtypes[:2]:
         for name, fields in MODELS.items():
             yield attrs.evolve(plain, dtype=dtype, note=name, **fields)
@@ -532,8 +532,9 @@ def _around(dims: HeadDims) -> list[int]:
     return sorted({dim for dim in near if dim > 0} | {dim for dim in DIMS if dim <= top})
 
 
-def _guards(plain: Case, limit: Guard, device: torch.device) -> Iterator[Case]:
-    """Sizes on both sides of a guard's limit, found by raising one size at a time while the case stays affordable."""
+def _guards(plain: Case, limits: Constraints, device: torch.device) -> Iterator[Case]:
+    """Sizes on both sides of one guard's limit, found by raising one size at a time while the case stays affordable."""
+    (limit,) = limits.guards
     small = attrs.evolve(
         plain, batch=1, heads=1, kv_heads=1, q_length=1, k_length=2, note=f"guard.{limit.rule.replace(' ', '_')}"
     )
@@ -548,7 +549,7 @@ def _guards(plain: Case, limit: Guard, device: torch.device) -> Iterator[Case]:
     for start, step in itertools.product(starts, grow.values()):
 
         def admitted(size: int, start: Case = start, step: Callable[[int], dict[str, int]] = step) -> bool:
-            return limit.check(*_shape_only(attrs.evolve(start, **step(size)), device))  # type: ignore[arg-type]
+            return not guard(limits, "", *_shape_only(attrs.evolve(start, **step(size)), device))  # type: ignore[arg-type]
 
         for size in _edges(admitted, [*range(1, 18), *(2**power for power in range(5, GUARD_REACH.bit_length()))]):
             case = attrs.evolve(start, **step(size))  # type: ignore[arg-type]

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from fuseboard import probe
 from fuseboard.backend import Backend, Exactness
-from fuseboard.call import describe
+from fuseboard.call import Call, Sizes, describe
 from fuseboard.chain import Table
+from fuseboard.constraints import Guard
 from fuseboard.context import bind
 from fuseboard.dispatch import attention
 from fuseboard.errors import DeclinedError, PolicyError, RefusedError
@@ -31,6 +32,7 @@ from fuseboard.registry import first_line
 from fuseboard.selftest import attention_fp64, definition, distance, gradient_tolerance, gradients, malformed
 from fuseboard.site import Site
 from fuseboard.testing.cases import HUGE, Case, Inputs, other_keys
+from fuseboard.testing.process import Switches, switches
 
 __all__ = ["SITE", "Answer", "Kit", "Outcome", "Via", "attend", "leaves", "reference", "refusal"]
 
@@ -86,12 +88,14 @@ class Kit:
         device: Where.
         policy: The strict policy of its name.
         lost: The case at which the device was lost; nothing can be judged after that.
+        switches: How torch's were set before the kernel was first called.
     """
 
     backend: Backend
     device: torch.device
     policy: Policy
     lost: str = ""
+    switches: Switches = attrs.field(factory=dict, init=False)
     _table: Table = attrs.field(init=False)
     _verdict: probe.Verdict | None = None
 
@@ -124,6 +128,7 @@ class Kit:
     def verdict(self) -> probe.Verdict:
         """The probe's verdict. A kernel that fails its self-test is still given the cases, so that each is judged."""
         if self._verdict is None:
+            self.switches = switches()
             verdicts = self.policy.registry.verdicts
             self._verdict = probe.verdict(self.policy.registry, self.backend, self.device)
             if self._verdict.stage == "self-test":
@@ -132,10 +137,11 @@ class Kit:
         return self._verdict
 
     def faults(self, cases: Iterable[Case]) -> list[str]:
-        """What is wrong with the plugin's hooks, each asked about every case, those that it refuses too, as chains do.
+        """What is wrong with the plugin's hooks and guards, asked about every case, refused ones too, as chains do.
 
-        No case would tell: whoever asks a hook that raises or gives nonsense gets a cautious answer in its place.
+        No case would tell: whoever asks one that raises or gives nonsense gets a cautious answer in its place.
         """
+        raised: dict[str, str] = {}
         for case in cases:
             try:
                 inputs = case.inputs(self.device)
@@ -144,10 +150,14 @@ class Kit:
             call, sizes = describe(inputs.q, inputs.k, inputs.v, enable_gqa=True, **inputs.arguments())
             self.backend.exactness(call)
             self.backend.rank(call, sizes)
+            for limit in self.backend.constraints.guards:
+                fault = _guard_fault(limit, call, sizes)
+                if fault is not None:
+                    raised.setdefault(limit.rule, fault)
         for dtype in self.backend.constraints.dtypes:
             self.backend.tolerance(dtype)
         self.backend.install(torch.__version__)
-        return [each.message for each in self.policy.registry.faults_of(self.backend.name)]
+        return [*(each.message for each in self.policy.registry.faults_of(self.backend.name)), *raised.values()]
 
     def judge(self, case: Case, via: Via | None = None) -> Outcome:
         """Run a case and say what became of it."""
@@ -216,6 +226,8 @@ class Kit:
                 torch.cuda.synchronize(self.device)  # so that a launch's error is this case's
         except (DeclinedError, RefusedError) as error:
             return refusal(error)
+        if not isinstance(answer.out, Tensor):
+            return Outcome("wrong", "", malformed(answer.out, inputs.q, inputs.q) or "")
         return answer
 
     def _judge(self, case: Case, inputs: Inputs, via: Via) -> Outcome:
@@ -334,19 +346,31 @@ class Kit:
                     return attrs.evolve(answer, detail=f"after {name} was moved: {answer.detail}")
                 continue  # the moved call is another call, and may be refused
             problem = _malformed(answer.out, target, moved.q)
+            if problem is not None:
+                found = found or problem
+                continue
             error = distance(answer.out, target)
             allowed = self.allowed(moved, target, error)
-            if problem is None and error <= allowed:
+            if error <= allowed:
                 continue
             if distance(answer.out, out.detach().double()) <= shift / MOVED:
                 return Outcome("dropped argument", name, f"{name} was moved, and the output stayed where it was")
             detail = f"its output is off by {error:.2g}, tolerance {allowed:.2g}"
-            found = found or problem or Outcome("wrong", f"after {name} was moved", detail)
+            found = found or Outcome("wrong", f"after {name} was moved", detail)
         return found
 
     def _changed(self, inputs: Inputs, before: dict[str, Tensor]) -> Outcome | None:
         changed = [name for name, each in inputs.tensors().items() if not torch.equal(_memory(each), before[name])]
         return Outcome("changed inputs", " and ".join(changed), "the kernel wrote into them") if changed else None
+
+
+def _guard_fault(limit: Guard, call: Call, sizes: Sizes) -> str | None:
+    try:
+        if not limit.check(call, sizes) and limit.actual is not None:
+            str(limit.actual(sizes))
+    except Exception as error:  # noqa: BLE001 - a plugin's function may raise anything
+        return f"guard {limit.rule!r} raised {first_line(error)}."
+    return None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> Tensor:
@@ -361,7 +385,7 @@ def refusal(error: DeclinedError | RefusedError) -> Outcome:
     first = error.refusals[0]
     if first.rule == "broken":  # what `attention` makes of a kernel that raised
         return Outcome("raised", "", first.actual)
-    return Outcome("refused", first.rule, str(first))
+    return Outcome("refused", first.rule, str(first).removeprefix(f"{first.rule}: "))
 
 
 def _is_here(device: str) -> bool:

@@ -15,7 +15,8 @@ __all__ = ["Checked", "Record", "check_markers", "failures", "render", "write"]
 COLUMNS = (("forward", False, False), ("GQA", True, False), ("backward", False, True), ("GQA backward", True, True))
 SHOWN = 8
 """Kinds of failure that are listed."""
-_NUMBER = re.compile(r"[-+]?\d+(\.\d+)?(e[-+]?\d+)?")
+_NUMBER = re.compile(r"(\b[A-Za-z_]\w*)|[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
+"""A number, or a word with whatever digits it has, such as a dtype's name."""
 LEGEND = (
     "yes: right in every case; dense: right, at some lengths or all by way of the written-out mask; "
     "partly: right, and refused at some lengths; no: refused; FAILS: admitted and not right."
@@ -85,16 +86,26 @@ def _otherwise(checked: list[Checked] | tuple[()]) -> Iterable[str]:
 
 
 def failures(records: Sequence[Record | Checked]) -> list[str]:
-    """What failed, a line for each kind of failure, the commonest first: a fault shows in hundreds of cases."""
-    kinds: dict[str, list[str]] = {}
+    """What failed, a line for each kind of failure, the commonest first: a fault shows in hundreds of cases.
+
+    A kind is a message without its numbers. Those of its first case stand behind it.
+    """
+    kinds: dict[str, list[Record | Checked]] = {}
     for each in records:
         if each["word"] not in ("ok", "refused"):
             word = f"{each['word']} ({each['about']})" if each["about"] else each["word"]
-            kinds.setdefault(f"{word}: {_NUMBER.sub('…', each['detail'])}", []).append(each["case"])
+            kinds.setdefault(f"{word}: {_NUMBER.sub(_kept, each['detail'])}", []).append(each)
     ordered = sorted(kinds.items(), key=lambda item: -len(item[1]))
-    lines = [f"{len(cases):5} x {kind}, as in {cases[0]}" for kind, cases in ordered[:SHOWN]]
-    rest = sum(len(cases) for _, cases in ordered[SHOWN:])
+    lines = []
+    for kind, found in ordered[:SHOWN]:
+        example = f": {found[0]['detail']}" if not kind.endswith(found[0]["detail"]) else ""
+        lines.append(f"{len(found):5} x {kind}, as in {found[0]['case']}{example}")
+    rest = sum(len(found) for _, found in ordered[SHOWN:])
     return [*lines, f"{rest:5} x others"] if rest else lines
+
+
+def _kept(found: re.Match[str]) -> str:
+    return found[1] or "…"
 
 
 def _table(records: list[Record]) -> Iterable[str]:

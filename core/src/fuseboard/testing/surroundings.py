@@ -27,6 +27,7 @@ from fuseboard.run import Run
 from fuseboard.selftest import distance, gradient_tolerance
 from fuseboard.testing.cases import Case, Inputs, few
 from fuseboard.testing.judge import Kit, Outcome, attend, leaves, reference, refusal
+from fuseboard.testing.process import held
 
 __all__ = ["CHECKS", "UNASKED", "Check", "Graph", "captured", "checks", "judge", "recomputing"]
 
@@ -149,21 +150,47 @@ def _conclude(label: str, problem: str | None) -> Outcome:
     return Outcome("ok") if problem is None else Outcome("wrong", label, problem)
 
 
-# ---- repeated, overwritten
+# ---- repeated
 
 
 def _repeated(kit: Kit, case: Case) -> Outcome:
-    want = _plain(kit, case.inputs(kit.device), case.grad).copy()
+    first = _plain(kit, case.inputs(kit.device), case.grad)
+    want = first.copy()
     for _ in range(2):
         problem = _difference(kit, case.dtype, _plain(kit, case.inputs(kit.device), case.grad), want)
         if problem is not None:
             return Outcome("wrong", "repeated", f"the same call again: {problem}")
+    later = _plain(kit, case.inputs(kit.device, 1), case.grad)  # as the next layer of a model
+    for name, kept in first.tensors.items():
+        shared = kept.untyped_storage().data_ptr() == later.tensors[name].untyped_storage().data_ptr()
+        if shared or not torch.equal(kept, want.tensors[name]):
+            return Outcome("wrong", "repeated", f"it returned memory that an earlier {name} still uses")
     return Outcome("ok")
+
+
+# ---- what all of a process shares
+
+
+def _leaving(kit: Kit, case: Case) -> Outcome:
+    """Torch's numeric switches and, without dropout, its default generators are after a call what they were before."""
+    inputs = case.inputs(kit.device)
+    wanted = {**kit.switches, "grad mode": bool(case.grad)}
+    with bind(kit.policy), torch.set_grad_enabled(bool(case.grad)), held(wanted, kit.device) as changes:
+        out, where = attend(inputs.q, inputs.k, inputs.v, inputs.arguments()), "it"
+        changed = changes()
+        if not changed:
+            _with_gradients(out, inputs, case.grad)
+            changed, where = changes(), "its backward"
+    return _conclude("process state", f"{where} changed {' and '.join(changed)}" if changed else None)
+
+
+# ---- overwritten
 
 
 def _overwritten(kit: Kit, case: Case) -> Outcome:
     inputs, other = case.inputs(kit.device), case.inputs(kit.device, 1)
-    _plain(kit, inputs, case.grad)
+    if not _is_right(kit, case.inputs(kit.device), _plain(kit, inputs, case.grad)):
+        return Outcome("refused", UNASKED, "it is wrong before anything is overwritten")
     _overwrite(inputs, other)
     info = inputs.info
     if info is not None:  # engines make one for each step, around a buffer that they keep
@@ -180,6 +207,13 @@ def _overwritten(kit: Kit, case: Case) -> Outcome:
     return _stale(kit, case, got) or Outcome("wrong", "overwritten", detail)
 
 
+def _is_right(kit: Kit, inputs: Inputs, got: _Result) -> bool:
+    """Whether an output is that of these inputs by float64."""
+    want = reference(kit.exact(inputs, ""))
+    error = distance(got.tensors["output"], want)
+    return error <= kit.allowed(inputs, want, error)
+
+
 def _overwrite(inputs: Inputs, other: Inputs) -> None:
     theirs = other.tensors()
     with torch.no_grad():
@@ -192,10 +226,7 @@ def _stale(kit: Kit, case: Case, got: _Result) -> Outcome | None:
     old, new = case.inputs(kit.device), case.inputs(kit.device, 1)
     names = list(new.tensors())
     for stale in (names, *([name] for name in names)):
-        mixed = _mixed(old, new, stale)
-        want = reference(kit.exact(mixed, ""))
-        error = distance(got.tensors["output"], want)
-        if error <= kit.allowed(mixed, want, error):
+        if _is_right(kit, _mixed(old, new, stale), got):
             detail = "it was overwritten in place, and the output has its old values"
             return Outcome("dropped argument", " and ".join(stale), detail)
     return None
@@ -511,16 +542,19 @@ def _has_keys(case: Case) -> bool:
 
 
 def _compiles(case: Case) -> bool:
-    """The few that are worth most of a second: each is compiled forward and backward."""
+    """The few that are worth most of a second, each compiled forward and backward; one claims nothing besides."""
     if case.grad:
         return case.grad == "qkv" and case.mask is None and case.kv_heads == case.heads and not _has_keys(case)
-    return case.kv_heads != case.heads or (case.mask is not None and case.mask.kind == "bool")
+    if case.mask is None and case.structure is None and not case.causal:
+        return case.layout == "packed" and case.q_length > 1
+    return case.mask is not None and case.mask.kind == "bool"
 
 
 CHECKS = {
     check.name: check
     for check in (
         Check("repeated", "repeated", _repeated),
+        Check("process", "process state", _leaving),
         Check("overwritten", "inputs overwritten in place", _overwritten),
         Check("inferred", "inference mode", _inferred),
         Check("autocast", "autocast", _under_autocast, lacks=_lacks_autocast),
