@@ -150,10 +150,6 @@ class Plugin:
         return fb.Exactness.EXACT if self._exact else fb.Exactness.APPROXIMATE
 
     @fb.hookimpl
-    def tolerance(self):
-        return 1.0
-
-    @fb.hookimpl
     def kernel(self, device):
         def kernel(q, k, v, *, mask, mask_info, causal, scale, dropout_p):
             self.seen.append(types.SimpleNamespace(q=q, k=k, mask=mask, info=mask_info, causal=causal, scale=scale))
