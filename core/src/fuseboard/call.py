@@ -18,7 +18,7 @@ from torch import Tensor
 from fuseboard.errors import InputError
 from fuseboard.masks import Masked, MaskInfo, Structure, check_kind
 
-__all__ = ["Call", "Lengths", "MaskKind", "Sizes", "describe", "is_lowered", "lowered"]
+__all__ = ["Call", "Lengths", "MaskKind", "Sizes", "autocast", "describe", "is_lowered", "lowered"]
 
 Lengths: TypeAlias = Literal["equal", "fewer queries", "more queries"]
 MaskKind: TypeAlias = Literal["none", "bool", "additive"]
@@ -332,8 +332,10 @@ def _check_mask(mask: Tensor | None, q: Tensor, sizes: Sizes) -> None:
         )
         hint = ""
         if mask.dim() == 3:  # noqa: PLR2004
-            hint = " Rank 3 is read as (heads, q_length, k_length); for one mask per row "
-            hint += "give (batch, 1, q_length, k_length)."
+            hint = (
+                " Rank 3 is read as (heads, q_length, k_length); for one mask per row give "
+                "(batch, 1, q_length, k_length)."
+            )
         elif tuple(mask.shape) == (sizes.batch, sizes.k_length):
             hint = (
                 " If it says which keys of each row are real, give mask_info=MaskInfo(keys=mask.bool()) in its place."
@@ -358,13 +360,14 @@ def _check_mask_info(info: MaskInfo, q: Tensor, sizes: Sizes) -> None:
         raise InputError("mask_info", msg)
 
 
+def autocast(device: torch.device) -> bool:
+    """Whether autocast is on there."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
 def is_lowered(q: Tensor) -> bool:
     """Whether autocast is on where q is."""
-    return (
-        isinstance(q, Tensor)
-        and torch.amp.is_autocast_available(q.device.type)
-        and torch.is_autocast_enabled(q.device.type)
-    )
+    return isinstance(q, Tensor) and autocast(q.device)
 
 
 def lowered(q: Tensor, *others: Tensor | None) -> list[Any]:

@@ -264,6 +264,12 @@ class Guard:
     actual: Callable[[Sizes], object] | None = attrs.field(default=None, validator=of_kind(Callable, optional=True))
     nearest: str | None = attrs.field(default=None, validator=of_kind(str, optional=True))
 
+    def against(self, call: Call, sizes: Sizes) -> str | None:
+        """What it says against a call, or None. A plugin's functions answer, and may raise anything."""
+        if self.check(call, sizes):
+            return None
+        return "not so" if self.actual is None else str(self.actual(sizes))
+
 
 @attrs.frozen
 class KnownBad:
@@ -373,13 +379,13 @@ def guard(constraints: Constraints, backend: str, call: Call, sizes: Sizes) -> t
 
 def _guarded(each: Guard, backend: str, call: Call, sizes: Sizes) -> Refusal | None:
     try:
-        if each.check(call, sizes):
-            return None
-        actual = str(each.actual(sizes)) if each.actual is not None else "not so"
+        actual = each.against(call, sizes)
     except Exception as error:  # noqa: BLE001 - a plugin's function must not harm the call
         said = " ".join(f"{type(error).__name__}: {error}".split())
         actual = f"unknown, its guard raised {said}"
         return Refusal(backend, each.rule, actual, each.allowed, None, f"its guard {each.rule!r} raised {said}")
+    if actual is None:
+        return None
     return Refusal(backend, each.rule, actual, each.allowed, each.nearest, f"{each.rule} not {each.allowed}")
 
 

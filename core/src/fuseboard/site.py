@@ -95,8 +95,8 @@ class Site:
         """The reference's result. A structure that came without its dense mask is written out for it."""
         if mask_info is not None:
             check_kind(mask_info)
-        if mask is None and mask_info is not None and not mask_info.structure(q.shape[-2], k.shape[-2]).is_open:
-            mask = mask_info.dense(q.shape[-2], k.shape[-2], q.device)
+            if mask is None and not mask_info.structure(q.shape[-2], k.shape[-2]).is_open:
+                mask = mask_info.dense(q.shape[-2], k.shape[-2], q.device)
         # Only what differs from the default: parsing a keyword costs torch about a tenth of a microsecond, and a
         # reference need not know arguments that its engine never uses.
         mask_name, causal_name = self._mask_name

@@ -366,8 +366,7 @@ class Kit:
 
 def _guard_fault(limit: Guard, call: Call, sizes: Sizes) -> str | None:
     try:
-        if not limit.check(call, sizes) and limit.actual is not None:
-            str(limit.actual(sizes))
+        limit.against(call, sizes)
     except Exception as error:  # noqa: BLE001 - a plugin's function may raise anything
         return f"guard {limit.rule!r} raised {first_line(error)}."
     return None

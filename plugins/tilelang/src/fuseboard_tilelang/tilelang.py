@@ -143,7 +143,7 @@ class TileLang:
     def __init__(self, device: torch.device) -> None:
         self._cpu = device.type == "cpu"
         self._target = None if self._cpu else compiling.target_of(device)
-        self._kernels: dict[tuple[torch.dtype, int, bool, bool, bool], Compiled] = {}
+        self._kernels: dict[tuple[object, ...], Compiled] = {}
 
     def __call__(
         self,
@@ -198,27 +198,19 @@ class TileLang:
         return f"a scale below {SMALLEST_SCALE:.0e}, at which hidden keys would be seen"
 
     def _kernel(self, q: Tensor, bounded: bool, lengths: bool) -> Compiled:
-        few = attn.for_few(q, bounded=bounded)
-        key = (q.dtype, q.shape[3], bounded, lengths, few)
+        form = {"bounded": bounded, "lengths": lengths, "few": attn.for_few(q, bounded=bounded)}
+        key = (q.dtype, q.shape[3], *form.values())
         found = self._kernels.get(key)
         if found is None:
             sizes = (None, None, None, q.shape[3])
             if self._cpu:
-                found = compiling.compile_cpu(attn.attn_kernel, *sizes, bounded=bounded, lengths=lengths, few=few)
+                found = compiling.compile_cpu(attn.attn_kernel, *sizes, **form)
             elif torch.cuda.is_current_stream_capturing():
                 msg = "TileLang compiles this kind of call first; make one before the capture"
                 raise DeclinedError(msg)
             else:
                 dtype = str(q.dtype).removeprefix("torch.")
-                found = compiling.compile_gpu(
-                    attn.attn_kernel,
-                    *sizes,
-                    target=self._target,
-                    dtype=dtype,
-                    bounded=bounded,
-                    lengths=lengths,
-                    few=few,
-                )
+                found = compiling.compile_gpu(attn.attn_kernel, *sizes, target=self._target, dtype=dtype, **form)
             self._kernels[key] = found
         return found
 

@@ -9,6 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from fuseboard.call import autocast
 from fuseboard.engine.decoder.config import ids_of
 from fuseboard.engine.sampling import Sampler, State, Step
 from fuseboard.engine.sampling.draws import raise_if_invalid
@@ -164,13 +165,8 @@ def check_ids(ids: Tensor, device: torch.device | None = None) -> None:
         raise InputError("ids", msg)
 
 
-def autocast(device: torch.device) -> bool:
-    """Whether autocast is on there: a pass would be made in other dtypes than its weights', a captured one for good."""
-    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
-
-
 def check_autocast(device: torch.device) -> None:
-    """Raise where autocast is on.
+    """Raise where autocast is on: a pass would be made in other dtypes than its weights', a captured one for good.
 
     Raises:
         RuntimeError: It is.

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from fuseboard import context
+from fuseboard.call import autocast
 from fuseboard.engine.decoder import fixed
 from fuseboard.engine.decoder.fixed import FixedCache, capacity_for
-from fuseboard.engine.decoder.generation import autocast
 from fuseboard.engine.graphs import Graph, Graphs, Signature, signature
 from fuseboard.engine.sampling import Sampler, State
 from fuseboard.run import Run
